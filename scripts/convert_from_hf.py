@@ -16,16 +16,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import write_weights_checkpoint
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.config import Config, ConfigError, to_toml
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.files import write_atomically
+from torchtitan_clone.hub.folder import open_weight_folder
+from torchtitan_clone.hub.weights import model_of_folder, open_initial_weights
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.observe.outputs import reports_errors
-from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 
 def convert(source: Path, folder: Path, *, spec: ModelSpec, dtype: torch.dtype) -> Model:

@@ -16,14 +16,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.checkpoint.hf import write_weights
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype
 from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.hub.export import export_files, write_weights
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import find_model
 from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
-from torchtitan_clone.run.hub import export_files
 from torchtitan_clone.tools.trained_model import args_at_step, tokenizer_at_step
 
 
@@ -43,7 +43,7 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
     state, found = spec.state_on_meta(args), weights.meta()
     if absent := [name for name in state if name not in found]:
         raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")
-    sources = sources_of(spec.hub_pieces(state, args=args))
+    sources = sources_of(format_of(spec).map_state(state, args=args))
     # Several tensors of the hub may be made of one of ours.
     read = lru_cache(maxsize=1)(weights.read)
     write_weights(

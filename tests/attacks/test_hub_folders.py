@@ -1,6 +1,6 @@
 """Hostile folders in the format of the Hugging Face hub: one clear error each, and nothing outside is opened.
 
-Reads with torchtitan_clone/documents.py, torchtitan_clone/checkpoint/hf.py, torchtitan_clone/models/hf.py and
+Reads with torchtitan_clone/documents.py, torchtitan_clone/hub/folder.py, torchtitan_clone/hub/formats.py and
 torchtitan_clone/data/tokenizer.py.
 """
 
@@ -17,10 +17,11 @@ from tokenizers import Tokenizer, models
 from scripts.convert_from_hf import convert
 from tests.support.harness import run_ranks
 from tests.support.runs import exit_codes, options
-from torchtitan_clone.checkpoint.hf import CONFIG_FILE, INDEX_FILE, open_weight_folder
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, build_tokenizer, tokenizer_files
+from torchtitan_clone.hub.folder import CONFIG_FILE, INDEX_FILE, open_weight_folder
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import find_model
 
 SPEC = find_model(Model())
@@ -167,18 +168,18 @@ WRONG = {
 
 
 def test_wrong_types_in_config_json_are_errors_with_the_key():
-    assert SPEC.hugging_face.from_config(CONFIG)["n_kv_heads"] == 2
+    assert format_of(SPEC).from_config(CONFIG)["n_kv_heads"] == 2
     for key, values in WRONG.items():
         for value in (value for value in values if value is not None):
             with pytest.raises(ConfigError, match=rf"config\.json: {key}") as error:
-                SPEC.hugging_face.from_config(CONFIG | {key: value})
+                format_of(SPEC).from_config(CONFIG | {key: value})
             assert len(str(error.value)) < 500, (key, value)
 
 
 def test_null_stands_for_the_default():
     null = dict.fromkeys(["rope_scaling", "head_dim", "tie_word_embeddings", "mlp_bias", "rope_theta"])
     bare = {key: value for key, value in CONFIG.items() if key not in null}
-    assert SPEC.hugging_face.from_config(bare | null) == SPEC.hugging_face.from_config(bare)
+    assert format_of(SPEC).from_config(bare | null) == format_of(SPEC).from_config(bare)
 
 
 def test_the_converter_refuses_a_model_that_cannot_be_built(tmp_path):

@@ -29,7 +29,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.models.hub_keys import ONLY_VALUES, WITHOUT_EFFECT
+from torchtitan_clone.hub.keys import ONLY_VALUES, WITHOUT_EFFECT
 from torchtitan_clone.tools.trained_model import read_hub_model
 
 Config = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Tests of load.py, format.py and hf.py with persistent buffers of any dtype, on any mesh."""
+"""Tests of load.py, format.py and hub/export.py with persistent buffers of any dtype, on any mesh."""
 
 import json
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.balancing import ExpertLoads, load_statistics
 from torchtitan_clone.models.moe import MoE, MoEArgs, force_load_balance
@@ -79,6 +80,6 @@ def test_the_load_of_the_last_step_is_state_that_the_hub_does_not_have():
     spec = MODELS["deepseek_v3"]
     args = spec.flavors["debugmodel"]
     args = replace(args, n_layers=1, n_dense_layers=0, moe=replace(args.moe, batch_balance=0.1))
-    pieces = spec.hub_pieces(spec.state_on_meta(args), args=args)
+    pieces = format_of(spec).map_state(spec.state_on_meta(args), args=args)
     assert pieces["layers.0.feed_forward.router.expert_load"] == []
     assert len(pieces["layers.0.feed_forward.router.expert_bias"]) == 1

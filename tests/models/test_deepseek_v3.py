@@ -12,18 +12,19 @@ from transformers import DeepseekV2Config, DeepseekV3Config, DeepseekV3ForCausal
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 
 from tests.models.twins import assert_logits_equal, assert_round_trip
-from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.data.packing import pack
+from torchtitan_clone.hub.folder import open_weight_folder
+from torchtitan_clone.hub.formats import format_of
+from torchtitan_clone.hub.weights import model_of_folder, open_initial_weights
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, DeepSeekV3Args
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
-from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 SPEC = MODELS["deepseek_v3"]
-HUB = SPEC.hugging_face
+HUB = format_of(SPEC)
 MOE = replace(SPEC.flavors["debugmodel"].moe, hidden_dim=24)
 ARGS = DeepSeekV3Args(
     dim=64, n_layers=3, n_heads=4, hidden_dim=96, n_dense_layers=1, q_lora_rank=24, kv_lora_rank=16,
@@ -70,7 +71,7 @@ def test_published_size_with_multi_token_prediction():
     assert sum(tensor.numel() for tensor in added.values()) == block + 3 * 7168 + 2 * 7168 * 7168
     assert 11.5e9 < block + 2 * 7168 * 7168 < 11.7e9
     sources = sources_of(
-        SPEC.hub_pieces(added | {"output.weight": torch.empty(129280, 7168, device="meta")}, args=args)
+        format_of(SPEC).map_state(added | {"output.weight": torch.empty(129280, 7168, device="meta")}, args=args)
     )
     found = {name for name in sources if ".mlp." not in name and "self_attn" not in name}
     assert {name.removeprefix("model.layers.61.") for name in found} == {
@@ -127,7 +128,7 @@ def test_config_round_trips_through_transformers(flavor):
 def hub_tensors(args):
     """Returns random tensors with the names and shapes that the hub has for a model."""
     random = torch.Generator().manual_seed(0)
-    sources = sources_of(SPEC.hub_pieces(SPEC.state_on_meta(args), args=args))
+    sources = sources_of(format_of(SPEC).map_state(SPEC.state_on_meta(args), args=args))
     return {name: torch.randn(piece.shape, generator=random) for name, ((_, piece), *_) in sources.items()}
 
 
@@ -155,7 +156,7 @@ def test_weights_of_the_hub_come_back_bit_equal(tmp_path, args):
     assert warning.startswith(
         "leaves out the 1 tensors of model.layers.3 and later, which predict tokens after the next"
     )
-    sources = sources_of(SPEC.hub_pieces(state, args=args))
+    sources = sources_of(format_of(SPEC).map_state(state, args=args))
     for name, users in sources.items():
         assert torch.equal(assemble_source(users, read=state.__getitem__, dtype=torch.float32), tensors[name]), name
     # Pairs of neighbors in the 8 rotary rows of the shared key, which follow 16 of the latent.
@@ -194,7 +195,7 @@ def test_transformers_predicts_the_same_later_tokens(tmp_path, monkeypatch):
     args = replace(ARGS, mtp_depth=2, rope_scaling=YARN)
     model, rows, logits = predicting_model(args)
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
-    sources = sources_of(SPEC.hub_pieces(state, args=args))
+    sources = sources_of(format_of(SPEC).map_state(state, args=args))
     exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
     exported = {name: tensor.clone() for name, tensor in exported.items()}
     save_file(exported, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -237,7 +238,7 @@ def test_multi_token_prediction_of_the_hub(tmp_path):
     assert warnings == ()
     assert model_of_folder(open_weight_folder(tmp_path / "complete"), spec=SPEC).args["mtp_depth"] == 2
     assert torch.equal(state["tok_embeddings.weight"], tensors["model.embed_tokens.weight"])
-    for name, users in sources_of(SPEC.hub_pieces(state, args=args)).items():
+    for name, users in sources_of(format_of(SPEC).map_state(state, args=args)).items():
         found = assemble_source(users, read=state.__getitem__, dtype=torch.float32)
         original = {"embed": "model.embed_tokens.weight", "share": "lm_head.weight"}
         expected = original[name.split(".")[3][:5]] if name in copies else name
@@ -274,7 +275,7 @@ def test_matrices_in_8_bits_are_multiplied_by_the_scales_of_their_blocks(tmp_pat
         by_value = scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
         exact[name] = stored[name].float() * by_value
     state, _ = imported(written(tmp_path / "hub", stored, args), args)
-    for name, users in sources_of(SPEC.hub_pieces(state, args=args)).items():
+    for name, users in sources_of(format_of(SPEC).map_state(state, args=args)).items():
         assert torch.equal(assemble_source(users, read=state.__getitem__, dtype=torch.float32), exact[name]), name
 
 

@@ -13,15 +13,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.models.twins import assert_logits_equal, assert_round_trip, assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.hub.formats import format_of
+from torchtitan_clone.hub.weights import open_initial_weights
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs
 from torchtitan_clone.models.moe import Experts, MoEArgs
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
-from torchtitan_clone.run.hub import open_initial_weights
 
 SPEC = MODELS["gpt_oss"]
-HUB = SPEC.hugging_face
+HUB = format_of(SPEC)
 MOE = MoEArgs(num_experts=8, top_k=3, hidden_dim=24, biases=True, swiglu_limit=7.0)
 ARGS = GptOssArgs(
     dim=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=97, max_seq_len=256, window=13, moe=MOE,
@@ -119,7 +120,7 @@ PACKED = ("gate_up_proj", "down_proj")
 def quantized_tensors():
     """Returns tensors as the releases have them, and what transformers makes of those in 4 bits."""
     state = SPEC.state_on_meta(QUANTIZED)
-    sources = sources_of(SPEC.hub_pieces(state, args=QUANTIZED))
+    sources = sources_of(format_of(SPEC).map_state(state, args=QUANTIZED))
     shapes = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
     random = torch.Generator().manual_seed(0)
     stored, exact = {}, {}
@@ -149,7 +150,7 @@ def test_experts_in_4_bits_are_read_as_by_transformers(tmp_path):
     state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in SPEC.state_on_meta(QUANTIZED).items()}
     weights = open_initial_weights(write(tmp_path / "hub", stored), spec=SPEC, model_args=QUANTIZED, state=state)
     weights.fill(state)
-    for name, users in sources_of(SPEC.hub_pieces(state, args=QUANTIZED)).items():
+    for name, users in sources_of(format_of(SPEC).map_state(state, args=QUANTIZED)).items():
         assert torch.equal(assemble_source(users, read=state.get, dtype=torch.float32), exact[name]), name
 
 

@@ -11,16 +11,17 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4Tex
 
 from scripts.convert_from_hf import convert
 from tests.models.twins import assert_logits_equal, assert_round_trip
-from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.hub.folder import open_weight_folder
+from torchtitan_clone.hub.formats import format_of
+from torchtitan_clone.hub.weights import model_of_folder, open_initial_weights
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
-from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 SPEC = MODELS["llama4"]
-HUB = SPEC.hugging_face
+HUB = format_of(SPEC)
 ARGS = replace(
     SPEC.flavors["debugmodel"], dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=97, chunk=40,
     query_scale_floor=16, query_scale=0.5, moe=replace(SPEC.flavors["debugmodel"].moe, hidden_dim=24),
@@ -79,7 +80,7 @@ def test_the_text_model_of_a_published_folder_is_imported(published):
         ours = model(tokens_BT, positions_BT=torch.arange(100).expand(2, 100))
         torch.testing.assert_close(ours, theirs(tokens_BT).logits, rtol=1e-5, atol=1e-5)
     stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    sources = sources_of(SPEC.hub_pieces(state, args=args, prefix="language_model."))
+    sources = sources_of(format_of(SPEC).map_state(state, args=args, prefix="language_model."))
     assert set(stored) - set(sources) == {name for name in stored if name.startswith(("vision_", "multi_modal_"))}
     for name, users in sources.items():
         assert torch.equal(assemble_source(users, read=state.get, dtype=torch.float32), stored[name]), name

@@ -1,4 +1,4 @@
-"""The mixture of experts against a loop over tokens, and Qwen3-MoE (moe_hf.py) against transformers."""
+"""The mixture of experts against a loop over tokens, and Qwen3-MoE (qwen3/hf.py) against transformers."""
 
 import json
 from dataclasses import replace
@@ -11,11 +11,12 @@ from transformers import Qwen3MoeConfig
 
 from tests.models.twins import assert_logits_equal, assert_round_trip
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.hub.formats import format_of
+from torchtitan_clone.hub.weights import open_initial_weights
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.moe import MoE, MoEArgs, Router
 from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
-from torchtitan_clone.run.hub import open_initial_weights
 
 SPEC = MODELS["qwen3_moe"]
 MOE = MoEArgs(num_experts=8, top_k=3, hidden_dim=24)
@@ -85,7 +86,7 @@ def test_a_bias_is_state_in_float32_of_the_name_on_the_hub():
     name = "layers.1.feed_forward.router.expert_bias"
     added = SPEC.state_on_meta(args).keys() - SPEC.state_on_meta(ARGS).keys()
     assert added == {name, name.replace("1", "0")}
-    (piece,) = SPEC.hugging_face.pieces({name: (8,)}, args=ARGS)[name]
+    (piece,) = format_of(SPEC).pieces({name: (8,)}, args=ARGS)[name]
     assert (piece.source, piece.shape) == ("model.layers.1.mlp.gate.e_score_correction_bias", (8,))
     with torch.device("meta"):
         model = SPEC.build(args).bfloat16()
@@ -119,14 +120,14 @@ def test_weights_of_transformers_return_unchanged():
 
 def test_missing_experts_are_named(tmp_path):
     state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in SPEC.state_on_meta(ARGS).items()}
-    sources = sources_of(SPEC.hub_pieces(state, args=ARGS))
+    sources = sources_of(format_of(SPEC).map_state(state, args=ARGS))
     stored = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
     lost = [f"layers.0.mlp.experts.{index}." for index in (1, 4, 5, 6)] + ["layers.1.mlp.experts.7.up_proj"]
     save_file(
         {name: tensor for name, tensor in stored.items() if not any(part in name for part in lost)},
         tmp_path / "model.safetensors",
     )
-    (tmp_path / "config.json").write_text(json.dumps(SPEC.hugging_face.to_config(ARGS)))
+    (tmp_path / "config.json").write_text(json.dumps(format_of(SPEC).to_config(ARGS)))
     with pytest.raises(ConfigError) as error:
         open_initial_weights(tmp_path, spec=SPEC, model_args=ARGS, state=state)
     of_layers = [
@@ -139,7 +140,7 @@ def test_missing_experts_are_named(tmp_path):
 def test_another_number_of_experts_is_named(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     args = replace(ARGS, moe=replace(MOE, num_experts=4))
-    (tmp_path / "config.json").write_text(json.dumps(SPEC.hugging_face.to_config(args)))
+    (tmp_path / "config.json").write_text(json.dumps(format_of(SPEC).to_config(args)))
     with pytest.raises(ConfigError) as error:
         open_initial_weights(tmp_path, spec=SPEC, model_args=ARGS, state=SPEC.state_on_meta(ARGS))
     rule = "model.args.moe.num_experts is 8, but config.json asks for 4; set model.args.moe.num_experts = 4"
@@ -181,7 +182,7 @@ def test_bad_arguments_are_named(changes, message):
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_config_round_trips_through_transformers(flavor):
     args = SPEC.flavors[flavor]
-    hub = SPEC.hugging_face
+    hub = format_of(SPEC)
     theirs = Qwen3MoeConfig(**hub.to_config(args))
     assert (theirs.num_experts, theirs.moe_intermediate_size) == (args.moe.num_experts, args.moe.hidden_dim)
     for config in (hub.to_config(args), theirs.to_dict()):
@@ -193,9 +194,9 @@ def test_heads_without_a_size_have_that_of_transformers():
     theirs = Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
     config = theirs.to_dict()
     assert "head_dim" not in config
-    assert SPEC.hugging_face.from_config(config)["head_dim"] == 16
+    assert format_of(SPEC).from_config(config)["head_dim"] == 16
     with pytest.raises(ConfigError, match="hidden_size is missing"):
-        SPEC.hugging_face.from_config({key: value for key, value in config.items() if key != "hidden_size"})
+        format_of(SPEC).from_config({key: value for key, value in config.items() if key != "hidden_size"})
 
 
 @pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
@@ -210,7 +211,7 @@ def test_experts_are_chosen_where_their_scores_are_all_one_or_zero(score_func):
 
 def test_every_expert_has_tensors_of_its_own_on_the_hub():
     name = "layers.1.feed_forward.experts.w2"
-    pieces = SPEC.hugging_face.pieces({name: (8, 64, 24)}, args=ARGS)[name]
+    pieces = format_of(SPEC).pieces({name: (8, 64, 24)}, args=ARGS)[name]
     assert [piece.source for piece in pieces] == [
         f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in range(8)
     ]
@@ -233,13 +234,13 @@ def test_a_model_returns_from_an_export_or_is_one_error(family, changes):
     errors = args.violations()
     if not errors:
         try:
-            assert spec.hub_pieces(spec.state_on_meta(args), args=args)
+            assert format_of(spec).map_state(spec.state_on_meta(args), args=args)
         except ConfigError as error:
             errors = error.messages
     if errors:
         assert all(next(iter(changes)) in error for error in errors)
         return
-    moe = spec.hugging_face.from_config(spec.hugging_face.to_config(args))["moe"]
+    moe = format_of(spec).from_config(format_of(spec).to_config(args))["moe"]
     assert replace(standard.moe, **moe) == args.moe or "router_z" in changes
 
 
@@ -255,6 +256,6 @@ def test_a_model_returns_from_an_export_or_is_one_error(family, changes):
     ],
 )
 def test_unsupported_hub_configs_are_refused(changes, message):
-    config = {key: value for key, value in (SPEC.hugging_face.to_config(ARGS) | changes).items() if value is not None}
+    config = {key: value for key, value in (format_of(SPEC).to_config(ARGS) | changes).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        SPEC.hugging_face.from_config(config)
+        format_of(SPEC).from_config(config)

@@ -8,6 +8,7 @@ from transformers import AutoConfig, Olmo2ForCausalLM, Olmo3ForCausalLM
 
 from tests.models.twins import assert_logits_equal, assert_round_trip, assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.attention import RMSNormOfHeads
 from torchtitan_clone.models.layer_kinds import LayerKind
@@ -42,7 +43,7 @@ def test_weights_of_transformers_return_unchanged(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tensors_and_configs_are_those_of_transformers(name):
     spec, args = VARIANTS[name]
-    hub = spec.hugging_face
+    hub = format_of(spec)
     config = AutoConfig.for_model(**hub.to_config(args))
     model = {"olmo2": Olmo2ForCausalLM, "olmo3": Olmo3ForCausalLM}[spec.name]
     with torch.device("meta"):
@@ -56,7 +57,7 @@ def test_tensors_and_configs_are_those_of_transformers(name):
 )
 def test_flavors_round_trip_through_configs(name, flavor):
     spec = MODELS[name]
-    hub, args = spec.hugging_face, spec.flavors[flavor]
+    hub, args = format_of(spec), spec.flavors[flavor]
     assert args.violations() == []
     theirs = AutoConfig.for_model(**hub.to_config(args))
     for config in (hub.to_config(args), theirs.to_dict()):
@@ -75,7 +76,7 @@ def test_published_sizes():
 
 def test_a_config_of_a_release_is_read():
     """As published: one rope_scaling, for the full layers only, and no types of layers of their own."""
-    hub = MODELS["olmo3"].hugging_face
+    hub = format_of(MODELS["olmo3"])
     config = {
         "model_type": "olmo3", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 97,
         "intermediate_size": 96, "rope_theta": 500000, "rms_norm_eps": 1e-6, "max_position_embeddings": 65536,
@@ -153,7 +154,7 @@ def test_bad_arguments_are_named(changes, message):
 )
 def test_unsupported_hub_configs_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        MODELS["olmo3"].hugging_face.from_config(MODELS["olmo3"].hugging_face.to_config(OLMO3) | changes)
+        format_of(MODELS["olmo3"]).from_config(format_of(MODELS["olmo3"]).to_config(OLMO3) | changes)
 
 
 def test_unknown_types_of_layers_are_named():

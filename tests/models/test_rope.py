@@ -11,8 +11,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.twins import assert_logits_equal
 from tests.ops.test_layers import Operators
+from torchtitan_clone.hub.formats import format_of
+from torchtitan_clone.hub.keys import scaling_to_config
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.models.hub_rope import scaling_to_config
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.qwen3.model import Qwen3Args
 from torchtitan_clone.models.rope import (
@@ -176,7 +177,7 @@ def test_layers_without_positions_rotate_nothing():
 
 
 def test_configs_of_transformers_with_yarn_are_read():
-    hub = MODELS["qwen3"].hugging_face
+    hub = format_of(MODELS["qwen3"])
     config = Qwen3Config(rope_parameters={"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0,
                                           "original_max_position_embeddings": 32768})  # fmt: skip
     found = hub.from_config(config.to_dict())["rope_scaling"]

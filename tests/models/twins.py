@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.twins import twin_of
-from torchtitan_clone.checkpoint.hf import open_weight_folder
+from torchtitan_clone.hub.folder import open_weight_folder
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 
@@ -38,7 +39,7 @@ def assert_logits_equal(spec, args, *, tokens=200):
 def assert_round_trip(spec, args, *, tokens=100):
     """Asserts that random weights of transformers give the same logits here, and are exported bit by bit."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**spec.hugging_face.to_config(args))
+    config = AutoConfig.for_model(**format_of(spec).to_config(args))
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in theirs.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
@@ -50,11 +51,11 @@ def assert_round_trip(spec, args, *, tokens=100):
     with TemporaryDirectory() as path:
         theirs.save_pretrained(path, max_shard_size="100KB")
         folder = open_weight_folder(Path(path))
-        folder.fill(state, pieces=spec.hub_pieces(state, args=args))
+        folder.fill(state, pieces=format_of(spec).map_state(state, args=args))
         original = {
             name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()
         }
-    sources = sources_of(spec.hub_pieces(state, args=args))
+    sources = sources_of(format_of(spec).map_state(state, args=args))
     exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
@@ -66,6 +67,6 @@ def assert_round_trip(spec, args, *, tokens=100):
 
 def assert_tensors_are(spec, args, theirs):
     """Asserts that an export has the names and shapes of transformers' tensors."""
-    sources = sources_of(spec.hub_pieces(spec.state_on_meta(args), args=args))
+    sources = sources_of(format_of(spec).map_state(spec.state_on_meta(args), args=args))
     found = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
     assert found == {name: tuple(tensor.shape) for name, tensor in theirs.items()}

@@ -1,4 +1,4 @@
-"""Tests of export.py and hub.py: models whose experts are on two ranks, against transformers and the checkpoints."""
+"""Exports (run/export.py) of models whose experts are on two ranks, against transformers and the checkpoints."""
 
 from collections import namedtuple
 

@@ -1,4 +1,4 @@
-"""Tests of hub.py and export.py against transformers: runs that start from, and export, the format of the hub."""
+"""Runs that start from, and export, the format of the hub (hub/weights.py, hub/export.py), against transformers."""
 
 import contextlib
 import json
@@ -26,14 +26,15 @@ from tests.support.checkpoint_states import log_lines
 from tests.support.harness import run_ranks
 from tests.support.runs import losses, options, train
 from tests.support.trainers import full_copies, open_trainer
-from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.checkpoint.summary import describe_step
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
+from torchtitan_clone.hub.folder import INDEX_FILE
+from torchtitan_clone.hub.formats import format_of
+from torchtitan_clone.hub.weights import check_tokenizer
 from torchtitan_clone.models import find_model
-from torchtitan_clone.run.hub import check_tokenizer
 from torchtitan_clone.run.outcome import TrainingError
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +66,7 @@ def parameters_of_run(argv, trains):
 
 def hub_name(spec, name):
     """Returns the hub's name of a tensor that is the same there."""
-    (piece,) = spec.hugging_face.pieces({name: ()}, args=None)[name]
+    (piece,) = format_of(spec).pieces({name: ()}, args=None)[name]
     return piece.source
 
 

@@ -13,8 +13,8 @@ from tests.support.runs import losses, options, train
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
+from torchtitan_clone.hub.weights import open_initial_weights
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.run.hub import open_initial_weights
 from torchtitan_clone.tools.trained_model import open_trained_model, read_hub_model
 
 CPU = torch.device("cpu")

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchtitan_clone.hub.formats import LLAMA3, DecoderHub
+from torchtitan_clone.hub.mapping import DECODER_RULES, joined, same
 from torchtitan_clone.models import MODELS, Decoder
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import TransformerBlock
-from torchtitan_clone.models.hf import DecoderHub
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, joined, same
 from torchtitan_clone.models.llama3 import tensor_plan
-from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.ops.layers import SwiGLU
@@ -76,9 +75,9 @@ SPEC = ModelSpec(
     tensor_plan=tensor_plan,
     hugging_face=DecoderHub(
         family="buffered",
-        architecture=HUB.architecture,
-        fixed=HUB.fixed,
-        defaults=HUB.defaults,
+        architecture=LLAMA3.architecture,
+        fixed=LLAMA3.fixed,
+        defaults=LLAMA3.defaults,
         rules={
             **DECODER_RULES,
             "layers.*.feed_forward.scale_D": joined("model.layers.*.mlp.scale.0", "model.layers.*.mlp.scale.1"),

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import ModelSpec
 from torchtitan_clone.models.decoder import ModelArgs, named_state
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
@@ -16,12 +17,12 @@ from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 def twin_of(spec: ModelSpec, model: nn.Module, args: ModelArgs) -> nn.Module:
     """Returns transformers' model in float32."""
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
-    sources = sources_of(spec.hub_pieces(state, args=args))
+    sources = sources_of(format_of(spec).map_state(state, args=args))
     exported = {
         name: assemble_source(users, read=state.__getitem__, dtype=torch.float32) for name, users in sources.items()
     }
     with TemporaryDirectory() as folder:  # transformers stacks experts when it reads files
-        config = AutoConfig.for_model(**spec.hugging_face.to_config(args))  # pyright: ignore[reportArgumentType]
+        config = AutoConfig.for_model(**format_of(spec).to_config(args))  # pyright: ignore[reportArgumentType]
         config.save_pretrained(folder)
         save_file(exported, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         twin, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues], a pair

@@ -54,6 +54,10 @@ class Tokenizer:
         """Identifies what becomes of a text; compared with that of token stores and checkpoints."""
         return self.digest if self.bos_id is None else f"{self.digest} bos {self.bos_id}"
 
+    def is_made_of(self, content: bytes) -> bool:
+        """Returns whether this tokenizer was read from a tokenizer.json of this content."""
+        return hashlib.sha256(content).hexdigest() == self.digest
+
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.backend.encode_special_tokens = True  # the library does not pickle it
@@ -215,7 +219,7 @@ def tokenizer_files(hf_assets_path: str | None, *, tokenizer: Tokenizer) -> dict
     folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
     contents = {name: read_member(folder, name=name) for name in _FILES}
     found = {name: content for name, content in contents.items() if content is not None}
-    if hashlib.sha256(found.get(TOKENIZER_FILE, b"")).hexdigest() != tokenizer.digest:
+    if not tokenizer.is_made_of(found.get(TOKENIZER_FILE, b"")):
         rule = f"{TOKENIZER_FILE} is not there, or not the one that was read at the start; put it back"
         raise OSError(f"model.hf_assets_path = {toml_like(hf_assets_path)}: {rule}")
     # Another class, also that of the model type, may rebuild the pre-tokenizer that tokenizer.json has.

@@ -13,11 +13,9 @@ from torchtitan_clone.config.names import find_unknown_flavor
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.interfaces import KeptOperations, TensorPlan
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
-from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers an operator
 from torchtitan_clone.ops.kernels import CPU
-from torchtitan_clone.ops.tensor_slices import TensorSlice
 from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 
@@ -102,7 +100,11 @@ class ModelSpec:
     build: Callable[[Any], Decoder]
     """Builds the model, in single-device PyTorch without any parallelism."""
     tensor_plan: Callable[[Any], TensorPlan]
-    hugging_face: DecoderHub
+    hugging_face: object
+    """The format on the Hugging Face hub, a `DecoderHub` of hub/formats.py, or where it is defined, as "module:NAME".
+
+    By name it is imported only where weights of the hub are read or written.
+    """
     related: tuple[str, ...] = ()
     """Names of families whose flavors this name has too, as in torchtitan."""
     initial_std: Callable[[Any, str], float | None] = initial_std
@@ -144,10 +146,3 @@ class ModelSpec:
         parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, nn.Parameter)}
         flops = self.layer_flops(args, parameters=parameters, seq_len=seq_len)[: args.n_layers]
         return [round(100 * each / min(flops)) for each in flops]
-
-    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[TensorSlice]]:
-        """Returns the tensors of the hub that hold each of ours, by name; ConfigError if the format lacks the model."""
-        if errors := self.hugging_face.find_format_errors(args):
-            raise ConfigError(errors)
-        shapes = {name: tensor.shape for name, tensor in state.items()}
-        return self.hugging_face.pieces(shapes, args=args, prefix=prefix)

@@ -6,12 +6,10 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.checkpoint.folder import Progress, delete_leftovers, restore_replaced
-from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.comm.json_collectives import broadcast_json
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.run.engine import Engine
-from torchtitan_clone.run.hub import export_files
 from torchtitan_clone.run.plan import RunPlan, is_export_due, plan_of
 
 logger = logging.getLogger("torchtitan_clone")
@@ -36,11 +34,14 @@ class Exporter:
 
     def export(self, step: int, *, engine: Engine, plan: RunPlan) -> None:
         """Exports the weights of a step, with the rotary positions of the plan; a collective."""
+        from torchtitan_clone.hub.export import export_files, export_weights
+        from torchtitan_clone.hub.formats import format_of
+
         dtype = getattr(torch, plan.config.checkpoint.export_dtype)
         report = export_weights(
             plan.folder / EXPORT_FOLDER / f"step-{step}",
             tensors=engine.model_tensors(),
-            pieces=plan.spec.hub_pieces(plan.model_tensors, args=plan.model_args),
+            pieces=format_of(plan.spec).map_state(plan.model_tensors, args=plan.model_args),
             dtype=dtype,
             files=lambda: export_files(
                 spec=plan.spec,

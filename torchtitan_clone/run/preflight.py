@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +38,6 @@ from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_inte
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.replicas.protocol import replica_groups
 from torchtitan_clone.run.dry_run import check_planner
-from torchtitan_clone.run.hub import InitialWeights, check_tokenizer, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.phases import phases
@@ -46,6 +46,9 @@ from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import describe_entry, find_pipeline_schedule_errors, find_run_errors
 from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
 from torchtitan_clone.run.validation import Evaluator, build_evaluators
+
+if TYPE_CHECKING:
+    from torchtitan_clone.hub.weights import InitialWeights
 
 SPLITS_BACKWARD_SINCE = "2.13"
 """Version of torch; 2.11 was tried and fails."""
@@ -57,7 +60,7 @@ class PreparedRun:
 
     plan: RunPlan
     dataset: Dataset
-    initial_weights: InitialWeights | None
+    initial_weights: "InitialWeights | None"
     completed_steps: int
     """Steps that the run's folder shows as done: where this reaches training.steps, nothing is left to train."""
     folder: RunFolder | None
@@ -83,7 +86,9 @@ def resolve(
         found += (invalid := model_args.violations())
         model_args = None if invalid else model_args
         if model_args is not None and (config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval):
-            found += spec.hugging_face.find_format_errors(model_args)
+            from torchtitan_clone.hub.formats import format_of
+
+            found += format_of(spec).find_format_errors(model_args)
     if looks_for_data and model_args is not None:
         with _collected(found):
             describe_data(training=config.training, data=config.data)
@@ -234,12 +239,14 @@ def _completed_steps(plan: RunPlan, *, progress: Progress) -> int:
     return progress.step
 
 
-def find_initial_weights(plan: RunPlan) -> InitialWeights | None:
+def find_initial_weights(plan: RunPlan) -> "InitialWeights | None":
     """Opens the weights that a new run starts from; None for random weights or those of a checkpoint. ConfigError."""
     checkpoint = plan.config.checkpoint
     if not checkpoint.initial_load_in_hf:
         initial_folder(checkpoint)  # loaded once all ranks are there
         return None
+    from torchtitan_clone.hub.weights import check_tokenizer, initial_weights_path, open_initial_weights
+
     path = initial_weights_path(checkpoint, plan.config.model)
     check_tokenizer(path, model=plan.config.model, tokenizer=plan.tokenizer)
     return open_initial_weights(

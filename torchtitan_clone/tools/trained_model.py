@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 
 from torchtitan_clone.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, newest_complete_step, step_folder
-from torchtitan_clone.checkpoint.hf import CONFIG_FILE as HUB_CONFIG_FILE
-from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.config.schema import Checkpoint, Parallelism
 from torchtitan_clone.data import Tokenizer, build_tokenizer
+from torchtitan_clone.hub.folder import CONFIG_FILE as HUB_CONFIG_FILE
+from torchtitan_clone.hub.folder import open_weight_folder
+from torchtitan_clone.hub.weights import family_of_folder, model_of_folder, open_initial_weights
 from torchtitan_clone.models import Decoder, ModelArgs, ModelSpec, find_model
 from torchtitan_clone.models.decoder import named_state
-from torchtitan_clone.run.hub import family_of_folder, model_of_folder, open_initial_weights
 from torchtitan_clone.run.plan import build_plan, plan_of
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from torchtitan_clone.interfaces import TensorPlan
-from torchtitan_clone.models.deepseek_v3.hf import HUB
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER, DeepSeekV3Args, build
 from torchtitan_clone.models.plan import latent_attention_styles, moe_styles, prediction_styles
 from torchtitan_clone.models.rope import RopeScaling
@@ -55,4 +54,10 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = ModelSpec(name="deepseek_v3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
+SPEC = ModelSpec(
+    name="deepseek_v3",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.deepseek_v3.hf:HUB",
+)

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import shorten
+from torchtitan_clone.hub.formats import CONFIG_KEYS, MoEHub
+from torchtitan_clone.hub.keys import Arguments, entry_of
+from torchtitan_clone.hub.mapping import DECODER_RULES, EXPERT_RULES, Rules, repeated, rotary_rows, same
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
-from torchtitan_clone.models.hf import CONFIG_KEYS
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, repeated, rotary_rows, same
-from torchtitan_clone.models.hub_keys import Arguments, entry_of
-from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
 _DEPTH = "num_nextn_predict_layers"
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -24,6 +23,7 @@ _MOE_KEYS = {
     "num_groups": "n_group",
     "top_groups": "topk_group",
 }
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
 _ATTENTION = "model.layers.*.self_attn"
 _SHARED_EXPERTS: Rules = {
@@ -97,21 +97,14 @@ class _Release(MoEHub):
             _DEPTH: args.mtp_depth,
         }
 
-    def from_config(self, config: Mapping[str, object]) -> Arguments:
-        # Of groups null is one, and what is absent has a default; without a size queries have no latent.
-        absent_groups = {"n_group": 8, "topk_group": 4} if self.moe.expert_bias else {"n_group": 1, "topk_group": 1}
-        given = {**absent_groups, **{key: value for key, value in config.items() if key != "head_dim"}}
-        if given.get("q_lora_rank") == 0:
-            raise ConfigError("config.json: q_lora_rank = 0: must be above 0, or null")
-        nulls = {"n_group": 1, "topk_group": 1, "q_lora_rank": 0}
-        return super().from_config({**given, **{key: nulls[key] for key in nulls if given.get(key, "") is None}})
-
     def read(self, given: Mapping[str, object]) -> Arguments:
         values = super().read(given)
         if absent := [key for key in ("q_lora_rank", "first_k_dense_replace") if key not in given]:
             raise ConfigError([f"config.json: {key} is missing" for key in absent])
         values["n_dense_layers"] = entry_of(given, "first_k_dense_replace").integer(low=0, high=1024)
-        values["q_lora_rank"] = entry_of(given, "q_lora_rank").integer(low=0, high=2**24)
+        if (rank := entry_of(given, "q_lora_rank")).value == 0:
+            rank.refuse("must be above 0, or null")
+        values["q_lora_rank"] = 0 if rank.value is None else rank.integer(low=0, high=2**24)
         values["mtp_depth"] = entry_of({_DEPTH: 0, **given}, _DEPTH).integer(low=0, high=64)
         values["moe"] |= {name: getattr(self.moe, name) for name in ROUTER}
         wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.moe.expert_bias)
@@ -156,9 +149,10 @@ class DeepSeekHub(_Release):
 _COMMON: Arguments = {
     "only": {"mlp_bias": False},
     "others": frozenset({"q_lora_rank", "first_k_dense_replace", "topk_method", _DEPTH}),
-    # transformers writes what it derives from the sizes of heads; the others are of the releases' own code.
-    "without_effect": frozenset({"qk_head_dim", "ep_size"}),
-    "defaults": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    # transformers writes what it derives from the sizes of heads; the last is of the releases' own code.
+    "without_effect": frozenset({"head_dim", "qk_head_dim", "ep_size"}),
+    # One group is no groups. Without a size queries have no latent.
+    "nulls": {"n_group": 1, "topk_group": 1, "q_lora_rank": None},
     "keys": {**CONFIG_KEYS, **{size: size for size in _SIZES}},
     "rules": {**DECODER_RULES, **EXPERT_RULES, **_SHARED_EXPERTS, **_LATENT_RULES, **_PREDICTION_RULES},
     "moe_keys": _MOE_KEYS,
@@ -167,12 +161,14 @@ HUB = DeepSeekHub(
     family="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fixed={"model_type": "deepseek_v3", **_FIXED, "scoring_func": "sigmoid", "norm_topk_prob": True},
+    defaults={**_DEFAULTS, "n_group": 8, "topk_group": 4},
     moe=V3_ROUTER,
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": _DEPTH},
     v2=_Release(
         family="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
         fixed={"model_type": "deepseek_v2", **_FIXED, "scoring_func": "softmax", "norm_topk_prob": False},
+        defaults={**_DEFAULTS, "n_group": 1, "topk_group": 1},
         moe=V2_ROUTER,
         aliases={"num_experts": "n_routed_experts"},
         **_COMMON,

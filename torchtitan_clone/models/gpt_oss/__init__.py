@@ -1,7 +1,6 @@
 """gpt-oss and its sizes."""
 
 from torchtitan_clone.interfaces import TensorPlan
-from torchtitan_clone.models.gpt_oss.hf import HUB
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs, build
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.plan import moe_styles, sink_styles
@@ -25,4 +24,10 @@ FLAVORS = {
     "120b": GptOssArgs(),
 }  # fmt: skip
 
-SPEC = ModelSpec(name="gpt_oss", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
+SPEC = ModelSpec(
+    name="gpt_oss",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.gpt_oss.hf:HUB",
+)

@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchtitan_clone.hub.formats import CONFIG_KEYS, MoEHub, WindowedHub
+from torchtitan_clone.hub.keys import Arguments, entry_of, scaling_to_config
+from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, fused, same, stacked_expert_rules
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
-from torchtitan_clone.models.hf import CONFIG_KEYS
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same
-from torchtitan_clone.models.hub_keys import Arguments, entry_of
-from torchtitan_clone.models.hub_rope import scaling_to_config
 from torchtitan_clone.models.moe import MoEArgs
-from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
-from torchtitan_clone.models.windowed import WindowedHub
 
 _MLP = "model.layers.*.mlp"
 _PROJECTIONS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}

@@ -3,7 +3,6 @@
 from functools import partial
 
 from torchtitan_clone.interfaces import TensorPlan
-from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.plan import decoder_styles
 from torchtitan_clone.models.rope import RopeScaling
@@ -30,4 +29,10 @@ FLAVORS = {
     "405B": _llama_3_1(dim=16384, n_layers=126, n_heads=128, multiple_of=4096, ffn_dim_multiplier=1.2),
 }
 
-SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
+SPEC = ModelSpec(
+    name="llama3",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.hub.formats:LLAMA3",
+)

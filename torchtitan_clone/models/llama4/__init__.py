@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from torchtitan_clone.interfaces import TensorPlan
-from torchtitan_clone.models.llama4.hf import HUB
 from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args, build
 from torchtitan_clone.models.plan import moe_styles
 from torchtitan_clone.models.rope import RopeScaling
@@ -36,4 +35,10 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = ModelSpec(name="llama4", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
+SPEC = ModelSpec(
+    name="llama4",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.llama4.hf:HUB",
+)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
+from torchtitan_clone.hub.formats import CONFIG_KEYS, MoEHub
+from torchtitan_clone.hub.keys import WITHOUT_EFFECT, Arguments
+from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, rotary_rows, stacked_expert_rules, swiglu_rules
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import CONFIG_KEYS
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, swiglu_rules
-from torchtitan_clone.models.hub_keys import WITHOUT_EFFECT, Arguments
 from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args
-from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
 
 _MLP = "model.layers.*.feed_forward"
 _IMAGES = ("vision_model.", "multi_modal_projector.")

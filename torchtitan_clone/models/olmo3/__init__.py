@@ -1,7 +1,6 @@
 """OLMo 3, OLMo 2 and their sizes."""
 
 from torchtitan_clone.interfaces import TensorPlan
-from torchtitan_clone.models.olmo3.hf import HUB, OLMO2_HUB
 from torchtitan_clone.models.olmo3.model import Olmo2Args, Olmo3Args, build
 from torchtitan_clone.models.plan import decoder_styles, heads_norm_styles
 from torchtitan_clone.models.rope import RopeScaling
@@ -24,7 +23,13 @@ FLAVORS = {
     "32B": Olmo3Args(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, hidden_dim=27648, rope_scaling=_YARN),
 }
 
-SPEC = ModelSpec(name="olmo3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
+SPEC = ModelSpec(
+    name="olmo3",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.olmo3.hf:HUB",
+)
 
 OLMO2_FLAVORS = {
     "debugmodel": Olmo2Args(
@@ -37,5 +42,9 @@ OLMO2_FLAVORS = {
 }
 
 OLMO2_SPEC = ModelSpec(
-    name="olmo2", flavors=OLMO2_FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=OLMO2_HUB
+    name="olmo2",
+    flavors=OLMO2_FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.olmo3.hf:OLMO2_HUB",
 )

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan_clone.documents import Value
+from torchtitan_clone.hub.formats import DecoderHub, WindowedHub
+from torchtitan_clone.hub.keys import ORIGINAL_LENGTH, Arguments, entry_of
+from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, same
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import DecoderHub
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
-from torchtitan_clone.models.hub_keys import Arguments, entry_of
-from torchtitan_clone.models.hub_rope import ORIGINAL_LENGTH
-from torchtitan_clone.models.windowed import WindowedHub
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False}
 _DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}

@@ -3,7 +3,6 @@
 from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.plan import decoder_styles, moe_styles, qk_norm_styles
-from torchtitan_clone.models.qwen3.hf import HUB, MOE_HUB
 from torchtitan_clone.models.qwen3.model import Qwen3Args, Qwen3MoEArgs, build
 from torchtitan_clone.models.spec import ModelSpec
 
@@ -29,7 +28,12 @@ FLAVORS = {
 }
 
 SPEC = ModelSpec(
-    name="qwen3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB, related=("qwen3_moe",)
+    name="qwen3",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.qwen3.hf:HUB",
+    related=("qwen3_moe",),
 )
 
 MOE_FLAVORS = {
@@ -51,4 +55,10 @@ MOE_FLAVORS = {
     ),
 }  # fmt: skip
 
-MOE_SPEC = ModelSpec(name="qwen3_moe", flavors=MOE_FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=MOE_HUB)
+MOE_SPEC = ModelSpec(
+    name="qwen3_moe",
+    flavors=MOE_FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.qwen3.hf:MOE_HUB",
+)

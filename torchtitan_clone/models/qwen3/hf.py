@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from torchtitan_clone.models.hf import CONFIG_KEYS, DecoderHub
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
-from torchtitan_clone.models.hub_keys import Arguments, read_arguments
-from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
+from torchtitan_clone.hub.formats import CONFIG_KEYS, DecoderHub, MoEHub
+from torchtitan_clone.hub.keys import Arguments, read_arguments
+from torchtitan_clone.hub.mapping import DECODER_RULES, EXPERT_RULES, Rules, same
 from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}

@@ -1,4 +1,4 @@
-"""Tests of llama3/hf.py and hf.py: names and arguments against those of transformers."""
+"""Tests of formats.py and keys.py: names and arguments against those of transformers."""
 
 import math
 from dataclasses import replace
@@ -10,12 +10,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.twins import assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.rope import RopeScaling
 
 SPEC = MODELS["llama3"]
-hf = SPEC.hugging_face
+hf = format_of(SPEC)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SMALL = Llama3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, hidden_dim=172)
 

@@ -1,7 +1,5 @@
-"""Initial weights in the format of the Hugging Face hub, and the files that belong to an export."""
+"""Initial weights in the format of the Hugging Face hub: the model of a folder, and its comparison with a run's."""
 
-import hashlib
-import json
 import logging
 import re
 import time
@@ -14,15 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.hf import CONFIG_FILE, WeightFolder, open_weight_folder
-from torchtitan_clone.checkpoint.quantized import find_scaling_error
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
-from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
+from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from torchtitan_clone.documents import DocumentError, read_member, shorten
+from torchtitan_clone.hub.folder import CONFIG_FILE, WeightFolder, open_weight_folder
+from torchtitan_clone.hub.formats import format_of
+from torchtitan_clone.hub.keys import Arguments
+from torchtitan_clone.hub.quantized import find_scaling_error
 from torchtitan_clone.models import MODELS, ModelArgs, ModelSpec
-from torchtitan_clone.models.hf import Arguments
 from torchtitan_clone.ops.tensor_slices import TensorSlices, sources_of
 
 logger = logging.getLogger("torchtitan_clone")
@@ -74,7 +73,7 @@ def check_tokenizer(folder: Path, *, model: Model, tokenizer: Tokenizer) -> None
         content = read_member(folder, name=TOKENIZER_FILE)
     except (DocumentError, OSError):
         return  # opening the weights says what is wrong with the folder
-    if content is not None and hashlib.sha256(content).hexdigest() != tokenizer.digest:
+    if content is not None and not tokenizer.is_made_of(content):
         raise ConfigError(
             f"checkpoint.initial_load_path = {toml_like(str(folder))}: its {TOKENIZER_FILE} is not the bundled one, "
             "with which the run would train these weights; set model.hf_assets_path to this folder, or to that of the "
@@ -84,7 +83,7 @@ def check_tokenizer(folder: Path, *, model: Model, tokenizer: Tokenizer) -> None
 
 def family_of_folder(folder: WeightFolder) -> ModelSpec:
     """Returns the family of the folder's config.json; ConfigError if there is none."""
-    found = next((spec for spec in MODELS.values() if spec.hugging_face.is_format_of(folder.config)), None)
+    found = next((spec for spec in MODELS.values() if format_of(spec).is_format_of(folder.config)), None)
     if found is None:
         kind = shorten(repr(folder.config.get("model_type")))
         rule = f"model_type = {kind}: no family has this type; known families: {', '.join(MODELS)}"
@@ -102,7 +101,7 @@ def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
     assets = str(folder.path) if (folder.path / TOKENIZER_FILE).is_file() else None
     for flavor in spec.flavors:
         model = Model(name=spec.name, flavor=flavor, args=args, hf_assets_path=assets)
-        if spec.hugging_face.arguments(spec.resolve_args(model)) == wanted:
+        if format_of(spec).arguments(spec.resolve_args(model)) == wanted:
             return model
     unset = ", ".join(name for name in wanted if name not in args)
     raise ConfigError(f"{folder.path / CONFIG_FILE}: no flavor of {spec.name} leaves {unset} unset, as it asks for")
@@ -110,7 +109,8 @@ def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
 
 def _arguments_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> tuple[Arguments, list[str]]:
     """Returns the arguments of the model that is in the folder, and warnings; ConfigError if the family has none."""
-    return spec.hugging_face.without_absent_layers(spec.hugging_face.from_config(folder.config), names=folder.entries)
+    hub = format_of(spec)
+    return hub.without_absent_layers(hub.from_config(folder.config), names=folder.entries)
 
 
 def open_initial_weights(
@@ -121,14 +121,15 @@ def open_initial_weights(
     `state` has the dtype and shape of each parameter and persistent buffer, `chosen` names the arguments that the user
     has set, of which some may differ from those of the folder.
     """
-    folder = open_weight_folder(path)
+    folder, hub = open_weight_folder(path), format_of(spec)
+    prefix = hub.prefix(folder.config)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args, chosen=chosen)
-    pieces = spec.hub_pieces(state, args=model_args, prefix=spec.hugging_face.prefix(folder.config))
+    pieces = hub.map_state(state, args=model_args, prefix=prefix)
     if not problems:
-        warnings += spec.hugging_face.describe_leftovers(folder.entries, args=model_args)
+        warnings += hub.describe_leftovers(folder.entries, args=model_args)
         problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, pieces=pieces)
     if not problems and model_args.tied_embeddings:
-        problems = _compare_tied(folder, prefix=spec.hugging_face.prefix(folder.config))
+        problems = _compare_tied(folder, prefix=prefix)
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return InitialWeights(folder=folder, pieces=pieces, warnings=tuple(warnings))
@@ -142,7 +143,7 @@ def _compare_arguments(
         wanted, warnings = _arguments_of_folder(folder, spec=spec)
     except ConfigError as error:
         return error.messages, []
-    ours, theirs = _flat(spec.hugging_face.arguments(model_args)), _flat(wanted)
+    ours, theirs = _flat(format_of(spec).arguments(model_args)), _flat(wanted)
     problems: list[str] = []
     for name in (name for name in theirs if theirs[name] != ours[name] and name not in _MAY_DIFFER_SILENTLY):
         if name in _MAY_BE_LESS and ours[name] < theirs[name]:
@@ -184,7 +185,7 @@ def _compare_tensors(
     missing = [name for name, piece in stored.items() if name not in folder.entries and not piece.is_copy]
     unknown = [name for name in folder.entries if name not in stored]
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
-    leftover = partial(spec.hugging_face.is_leftover, args=args)
+    leftover = partial(format_of(spec).is_leftover, args=args)
     extra = [name for name in unknown if name not in scales and not leftover(name)]
     problems = [f"lacks {_listed(_by_expert(missing))}"] if missing else []
     problems += [f"holds {_listed(extra)}, which {spec.name} does not have"] if extra else []
@@ -231,17 +232,3 @@ def _spans(numbers: list[int]) -> str:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{', '.join(shorten(name) for name in names[:5])}{more}"
-
-
-def export_files(
-    *, spec: ModelSpec, model_args: ModelArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
-) -> dict[str, bytes]:
-    """Returns config.json, generation_config.json and the tokenizer's files. OSError if it is another tokenizer."""
-    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    name = str(dtype).removeprefix("torch.")
-    # transformers 5 and vLLM read dtype, transformers 4 and other converters torch_dtype.
-    config = {**spec.hugging_face.to_config(model_args), **special, "dtype": name, "torch_dtype": name}
-    generation = {"_from_model_config": True, **special}
-    files = {CONFIG_FILE: config, "generation_config.json": generation}
-    written = {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}
-    return tokenizer_files(model.hf_assets_path, tokenizer=tokenizer) | written

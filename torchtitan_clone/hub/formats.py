@@ -1,22 +1,34 @@
-"""The format of a decoder on the Hugging Face hub; rotary layouts are equal, so that no weights are permuted."""
+"""The formats of decoders on the Hugging Face hub: the keys of config.json, and which tensors of a folder hold ours.
+
+Rotary layouts of most families are equal to ours, so that no weights are permuted.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError, shorten
-from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
-from torchtitan_clone.models.hub_keys import (
+from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.documents import DocumentError, Value, shorten
+from torchtitan_clone.hub.keys import (
     ONLY_VALUES,
+    ORIGINAL_LENGTH,
     ROPE_KEYS,
     WITHOUT_EFFECT,
     Arguments,
     entry_of,
     read_arguments,
+    read_scaling,
+    scaling_to_config,
 )
-from torchtitan_clone.models.hub_rope import ORIGINAL_LENGTH, read_scaling, scaling_to_config
+from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, pieces_of
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.moe import MoEArgs
+from torchtitan_clone.models.spec import ModelSpec
+from torchtitan_clone.models.windowed import LayerType
 from torchtitan_clone.ops.tensor_slices import TensorSlice
 
 CONFIG_KEYS: Mapping[str, str] = {
@@ -37,8 +49,11 @@ _NULLABLE = {"head_dim", "mlp_only_layers", "rope_scaling"}
 _NEEDED = {"is_causal", "sliding_window"}
 """Keys without a default, of which null is not the same as none."""
 _ALWAYS_CHECKED = {"head_dim", "layer_types", "quantization_config"}
-"""Keys of all families besides those of hub_keys.py; without an entry of their own they may state what is the case."""
+"""Keys of all families besides those of keys.py; without an entry of their own they may state what is the case."""
 _FULL = "full_attention"
+_HUB_TYPES = {"full": _FULL, "window": "sliding_attention"}
+_UNWRITTEN = ("bias_update_rate", "batch_balance", "sequence_balance", "router_z", "top_groups", "group_score")
+"""Arguments of training, and of groups, which follow num_groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +72,10 @@ class DecoderHub:
     """Keys of config.json that change nothing with this value, are refused with another, and are not exported."""
     others: frozenset[str] = frozenset()
     """Further keys of config.json that read() reads."""
+    nulls: Mapping[str, object] = field(default_factory=dict)
+    """What null stands for in these keys; in others it stands for the default."""
     without_effect: frozenset[str] = frozenset()
-    """Keys of config.json that change nothing in this family, besides those of hub_keys.py."""
+    """Keys of config.json that change nothing in this family, besides those of keys.py."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json by other names of theirs, which transformers reads too."""
     quantization: str = "fp8"
@@ -75,6 +92,12 @@ class DecoderHub:
         """Returns the tensors of the hub that hold our parameters and buffers of these names and shapes."""
         rules = self.rules_of(args)
         return {name: pieces_of(rules, name, shape=shape, prefix=prefix) for name, shape in tensors.items()}
+
+    def map_state(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[TensorSlice]]:
+        """Does the same as pieces() for tensors; ConfigError if the format lacks the model."""
+        if errors := self.find_format_errors(args):
+            raise ConfigError(errors)
+        return self.pieces({name: tensor.shape for name, tensor in state.items()}, args=args, prefix=prefix)
 
     def is_format_of(self, config: Mapping[str, object]) -> bool:
         """Returns whether a config.json is of this family, by its type of model; see from_config() for the rest."""
@@ -130,12 +153,14 @@ class DecoderHub:
 
         Every key is read, without effect, or refused by name. A null stands for the default, as in transformers.
         """
-        given = {key: value for key, value in config.items() if value is not None}
+        nulls = {key for key, value in config.items() if value is None}
+        given = {key: value for key, value in config.items() if key not in nulls}
+        given |= {key: value for key, value in self.nulls.items() if key in nulls}
         try:
             for alias, key in self.aliases.items():
                 if alias in given and given.setdefault(key, given[alias]) != given[alias]:
                     entry_of(given, alias).refuse(f"differs from {key}, another name of it; remove one of them")
-            if problems := self._find_key_errors(given, nulls={*config} - {*given}):
+            if problems := self._find_key_errors(given, nulls=nulls - {*given}):
                 raise ConfigError(problems)
             return self.read(given)
         except DocumentError as error:
@@ -154,30 +179,30 @@ class DecoderHub:
         read, only = self.keys_read(), {**ONLY_VALUES, **self.only, **self.fixed}
         needed = {key for key, value in {**self.defaults, **self.fixed}.items() if value}  # null is like false or none
         known = {*read, *only, *self.aliases, *self.without_effect, *WITHOUT_EFFECT, *_ALWAYS_CHECKED}
-        found = [
+        errors = [
             f"config.json: {shorten(key)} = {shorten(repr(value))}: {self.family} has no such key; remove it if the "
             "model is the same without it"
             for key, value in given.items()
             if key not in known
         ]
-        found += [
+        errors += [
             f"config.json: {key} = {shorten(repr(given[key]))}, and {self.family} supports only {value!r}"
             for key, value in only.items()
             if given.get(key, value) != value
         ]
-        found += [
+        errors += [
             f"config.json: {key} = null: {self.family} needs a value here"
             for key in sorted(nulls & (needed | _NEEDED) & {*read, *only} - _NULLABLE)
         ]
         types = given.get("layer_types", [])
         if "layer_types" not in read and not (isinstance(types, list) and all(each == _FULL for each in types)):
-            found.append(f"config.json: layer_types: {self.family} has only {_FULL}")
+            errors.append(f"config.json: layer_types: {self.family} has only {_FULL}")
         quantization = given.get("quantization_config")
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         if method is not None and method != self.quantization:
             rule = f"supports only {self.quantization!r}; save the weights in bfloat16 with transformers"
-            found.append(f"config.json: quantization_config = {shorten(repr(method))}: {self.family} {rule}")
-        return found
+            errors.append(f"config.json: quantization_config = {shorten(repr(method))}: {self.family} {rule}")
+        return errors
 
     def read(self, given: Mapping[str, object]) -> Arguments:
         """Does the same as from_config(), without nulls; a family with other entries extends it. DocumentError too."""
@@ -191,7 +216,7 @@ class DecoderHub:
             defaults.pop("rope_scaling", None)
         given = {"num_key_value_heads": given["num_attention_heads"], **defaults, **given}
         values = read_arguments(self.keys, given)
-        if "head_dim" not in self.keys:
+        if "head_dim" not in {*self.keys, *self.without_effect}:
             self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
         return values | self._rope(given)
 
@@ -208,3 +233,87 @@ class DecoderHub:
         original = entry_of(given, ORIGINAL_LENGTH) if ORIGINAL_LENGTH in given else None
         scaling = read_scaling(entries, family=self.family, original=original)
         return {"rope_theta": theta.number(low=1.0), "rope_scaling": scaling}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEHub(DecoderHub):
+    """The hub's format of a family with experts."""
+
+    moe: MoEArgs = field(default_factory=MoEArgs)
+    """The values of the arguments in `moe` that config.json has no key for."""
+    moe_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json by the names of the arguments in `moe`."""
+
+    def find_format_errors(self, args: ModelArgs) -> list[str]:
+        given: MoEArgs = vars(args)["moe"]
+        return [
+            f"model.args.moe.{name} = {shown(value)}: {self.family} has {shown(wanted)} in the Hugging Face format; "
+            "set it to that, or neither import nor export weights in this format"
+            for name, wanted in vars(self.moe).items()
+            if name not in {*self.moe_keys, *_UNWRITTEN} and (value := getattr(given, name)) != wanted
+        ]
+
+    def arguments(self, args: Any) -> Arguments:
+        return {**super().arguments(args), "moe": {name: getattr(args.moe, name) for name in self.moe_keys}}
+
+    def to_config(self, args: Any) -> dict[str, object]:
+        values = self.arguments(args)["moe"]
+        return {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
+
+    def keys_read(self) -> set[str]:
+        return super().keys_read() | {*self.moe_keys.values()}
+
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        complete = {**self.defaults, **given}
+        if absent := [key for key in self.moe_keys.values() if key not in complete]:
+            raise ConfigError([f"config.json: {key} is missing" for key in absent])
+        return super().read(given) | {"moe": read_arguments(self.moe_keys, complete)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedHub(DecoderHub):
+    """The hub's format of a family with windows."""
+
+    pattern: tuple[LayerType, ...]
+    """Types of the layers where config.json has none."""
+    window: int
+    """Size of the windows where config.json has none."""
+
+    def arguments(self, args: Any) -> Arguments:
+        types = [args.layer_types[layer % len(args.layer_types)] for layer in range(args.n_layers)]
+        return {**super().arguments(args), "layer_types": types, "window": args.window}
+
+    def to_config(self, args: ModelArgs) -> dict[str, object]:
+        values = self.arguments(args)
+        types = [_HUB_TYPES[kind] for kind in values["layer_types"]]
+        return {**super().to_config(args), "layer_types": types, "sliding_window": values["window"]}
+
+    def keys_read(self) -> set[str]:
+        return super().keys_read() | {"layer_types", "sliding_window"}
+
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        values = super().read(given)
+        count = values["n_layers"]
+        default = [_HUB_TYPES[self.pattern[layer % len(self.pattern)]] for layer in range(count)]
+        entry = Value(given.get("layer_types", default), where="config.json: layer_types")
+        ours = {theirs: kind for kind, theirs in _HUB_TYPES.items()}
+        types = [ours[each.choice(*ours)] for each in entry.items(count=count)]
+        window = read_arguments({"window": "sliding_window"}, {"sliding_window": self.window, **given})
+        return {**values, "layer_types": types, **window}
+
+
+LLAMA3 = DecoderHub(
+    family="llama3",
+    architecture="LlamaForCausalLM",
+    fixed={"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False},
+)
+
+
+def format_of(spec: ModelSpec) -> DecoderHub:
+    """Returns the format of a family, importing it if `ModelSpec.hugging_face` only names it."""
+    if isinstance(spec.hugging_face, str):
+        module, _, name = spec.hugging_face.partition(":")
+        return getattr(import_module(module), name)
+    assert isinstance(spec.hugging_face, DecoderHub)
+    return spec.hugging_face

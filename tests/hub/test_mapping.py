@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.harness import run_ranks
-from torchtitan_clone.checkpoint.hf import export_weights, open_weight_folder
-from torchtitan_clone.models.hf_mapping import fused, joined, pieces_of, same, stacked, transposed
+from torchtitan_clone.hub.export import export_weights
+from torchtitan_clone.hub.folder import open_weight_folder
+from torchtitan_clone.hub.mapping import fused, joined, pieces_of, same, stacked, transposed
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 
 E, F, D = 4, 6, 8

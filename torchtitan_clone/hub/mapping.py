@@ -121,3 +121,26 @@ DECODER_RULES: Rules = {
     "output.weight": same("lm_head.weight"),
 }
 """Rules that Llama, Qwen and their descendants share."""
+
+_ROUTER, _EXPERTS = "layers.*.feed_forward.router", "layers.*.feed_forward.experts"
+EXPERT_RULES: Rules = {
+    f"{_ROUTER}.weight": same("model.layers.*.mlp.gate.weight"),
+    f"{_ROUTER}.expert_bias": same("model.layers.*.mlp.gate.e_score_correction_bias"),
+    f"{_ROUTER}.expert_load": lambda _shape: [],  # not on the hub
+    f"{_EXPERTS}.w1": stacked(same, "model.layers.*.mlp.experts.{index}.gate_proj.weight"),
+    f"{_EXPERTS}.w2": stacked(same, "model.layers.*.mlp.experts.{index}.down_proj.weight"),
+    f"{_EXPERTS}.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
+}
+"""Rules of a router and of experts that are stored one by one."""
+
+
+def stacked_expert_rules(mlp: str, *, interleaved: bool) -> Rules:
+    """Returns rules of a router and of experts in two tensors: gates are one half of the first, or interleaved."""
+    gate_up = transposed(f"{mlp}.experts.gate_up_proj")
+    return {
+        f"{_ROUTER}.weight": same(f"{mlp}.router.weight"),
+        f"{_ROUTER}.expert_load": EXPERT_RULES[f"{_ROUTER}.expert_load"],
+        f"{_EXPERTS}.w1": fused(gate_up, dim=2, index=0, interleaved=interleaved),
+        f"{_EXPERTS}.w2": transposed(f"{mlp}.experts.down_proj"),
+        f"{_EXPERTS}.w3": fused(gate_up, dim=2, index=1, interleaved=interleaved),
+    }

@@ -8,11 +8,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.models.twins import assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.qwen3.model import Qwen3Args
 
 SPEC = MODELS["qwen3"]
-hf = SPEC.hugging_face
+hf = format_of(SPEC)
 SMALL = Qwen3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, vocab_size=97)
 
 

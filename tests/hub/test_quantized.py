@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from torchtitan_clone.checkpoint.quantized import BlockScaled, Mxfp4
+from torchtitan_clone.hub.quantized import BlockScaled, Mxfp4
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.test_tensor_file import assert_same, mixed_tensors
 from tests.support.harness import run_ranks
-from torchtitan_clone.checkpoint.hf import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    export_weights,
-    open_weight_folder,
-    plan_files,
-    write_weights,
-)
 from torchtitan_clone.checkpoint.tensor_file import entry_for
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.hub.export import export_weights, plan_files, write_weights
+from torchtitan_clone.hub.folder import CONFIG_FILE, INDEX_FILE, open_weight_folder
 from torchtitan_clone.ops.tensor_slices import TensorSlice
 
 FILES = {CONFIG_FILE: b'{"model_type": "x"}', "tokenizer.json": b"{}"}
@@ -196,3 +190,14 @@ def test_what_a_killed_export_has_left_is_replaced(tmp_path):
     entries = [entry_for("a", dtype=torch.float32, shape=(4,))]
     write_weights(tmp_path / "out", entries=entries, read=lambda _: torch.zeros(4), files=FILES)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 3)], ids=str)
+def test_tensors_of_a_folder_are_compared_bit_by_bit(tmp_path, shape):
+    (tmp_path / CONFIG_FILE).write_text("{}")
+    ones = torch.ones(shape, dtype=torch.bfloat16)
+    tensors = {"a": ones, "same": ones.clone(), "negative": -ones, "other type": ones.half(), "longer": torch.ones(9)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = open_weight_folder(tmp_path)
+    equal = {name for name in tensors if folder.has_equal_values("a", name)}
+    assert equal == {"a", "same"} | ({"negative"} if not ones.numel() else set())
