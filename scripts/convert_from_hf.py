@@ -24,7 +24,8 @@ from torchtitan_clone.config.schema import Model
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.hub.folder import open_weight_folder
 from torchtitan_clone.hub.weights import model_of_folder, open_initial_weights
-from torchtitan_clone.models import ModelSpec, find_model
+from torchtitan_clone.models import find_model
+from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.observe.outputs import reports_errors
 
 

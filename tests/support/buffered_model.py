@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from torchtitan_clone.hub.formats import LLAMA3, DecoderHub
 from torchtitan_clone.hub.mapping import DECODER_RULES, joined, same
-from torchtitan_clone.models import MODELS, Decoder
+from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import TransformerBlock
+from torchtitan_clone.models.decoder import Decoder, TransformerBlock
 from torchtitan_clone.models.llama3 import tensor_plan
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.spec import ModelSpec

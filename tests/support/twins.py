@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtitan_clone.hub.formats import format_of
-from torchtitan_clone.models import ModelSpec
 from torchtitan_clone.models.decoder import ModelArgs, named_state
+from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 
 

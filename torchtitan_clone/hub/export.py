@@ -24,7 +24,8 @@ from torchtitan_clone.data.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.hub.folder import CONFIG_FILE, INDEX_FILE, Entries, Tensors
 from torchtitan_clone.hub.formats import format_of
-from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard
 from torchtitan_clone.ops.tensor_slices import TensorSlices, sources_of
 

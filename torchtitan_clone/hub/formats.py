@@ -5,7 +5,7 @@ Rotary layouts of most families are equal to ours, so that no weights are permut
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import Tensor
@@ -312,8 +312,6 @@ LLAMA3 = DecoderHub(
 
 def format_of(spec: ModelSpec) -> DecoderHub:
     """Returns the format of a family, importing it if `ModelSpec.hugging_face` only names it."""
-    if isinstance(spec.hugging_face, str):
-        module, _, name = spec.hugging_face.partition(":")
-        return getattr(import_module(module), name)
-    assert isinstance(spec.hugging_face, DecoderHub)
-    return spec.hugging_face
+    hub = resolve_name(spec.hugging_face) if isinstance(spec.hugging_face, str) else spec.hugging_face
+    assert isinstance(hub, DecoderHub)
+    return hub

@@ -21,7 +21,9 @@ from torchtitan_clone.hub.folder import CONFIG_FILE, WeightFolder, open_weight_f
 from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.hub.keys import Arguments
 from torchtitan_clone.hub.quantized import find_scaling_error
-from torchtitan_clone.models import MODELS, ModelArgs, ModelSpec
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.ops.tensor_slices import TensorSlices, sources_of
 
 logger = logging.getLogger("torchtitan_clone")

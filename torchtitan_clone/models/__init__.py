@@ -1,26 +1,48 @@
-"""Models: plain single-device PyTorch, one folder per family, and the decoder that they share."""
+"""Models: plain single-device PyTorch, one folder per family, and the decoder that they share.
+
+Of the package this file imports only the names of options: a family is imported when it is asked for.
+"""
+
+from collections import UserDict
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, cast
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.names import find_unknown_model
 from torchtitan_clone.config.schema import Model
-from torchtitan_clone.models.decoder import Decoder, ModelArgs
-from torchtitan_clone.models.deepseek_v3 import SPEC as DEEPSEEK_V3
-from torchtitan_clone.models.gpt_oss import SPEC as GPT_OSS
-from torchtitan_clone.models.llama3 import SPEC as LLAMA3
-from torchtitan_clone.models.llama4 import SPEC as LLAMA4
-from torchtitan_clone.models.olmo3 import OLMO2_SPEC as OLMO2
-from torchtitan_clone.models.olmo3 import SPEC as OLMO3
-from torchtitan_clone.models.qwen3 import MOE_SPEC as QWEN3_MOE
-from torchtitan_clone.models.qwen3 import SPEC as QWEN3
-from torchtitan_clone.models.spec import ModelSpec
 
-__all__ = ["MODELS", "Decoder", "ModelArgs", "ModelSpec", "find_model"]
-
-_SPECS = (LLAMA3, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, LLAMA4, OLMO2, OLMO3)
-MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
+if TYPE_CHECKING:
+    from torchtitan_clone.models.spec import ModelSpec
 
 
-def find_model(model: Model) -> ModelSpec:
+class Families(UserDict[str, "ModelSpec"]):
+    """A dict of families, in which "module:NAME" stands for one until it is read."""
+
+    def __init__(self, names: dict[str, str]) -> None:
+        super().__init__(cast("dict[str, ModelSpec]", names))
+
+    def __getitem__(self, key: str) -> "ModelSpec":
+        if isinstance(name := cast("object", self.data[key]), str):
+            self.data[key] = resolve_name(name)
+        return self.data[key]
+
+
+MODELS = Families(
+    {
+        "llama3": "torchtitan_clone.models.llama3:SPEC",
+        "qwen3": "torchtitan_clone.models.qwen3:SPEC",
+        "qwen3_moe": "torchtitan_clone.models.qwen3:MOE_SPEC",
+        "deepseek_v3": "torchtitan_clone.models.deepseek_v3:SPEC",
+        "gpt_oss": "torchtitan_clone.models.gpt_oss:SPEC",
+        "llama4": "torchtitan_clone.models.llama4:SPEC",
+        "olmo2": "torchtitan_clone.models.olmo3:OLMO2_SPEC",
+        "olmo3": "torchtitan_clone.models.olmo3:SPEC",
+    }
+)
+"""Families by the value of `model.name`, to which a program may add a ModelSpec of its own."""
+
+
+def find_model(model: Model) -> "ModelSpec":
     """Returns the family of `model.name`, or one related to it that has the flavor; ConfigError for an unknown name."""
     if unknown := [*find_unknown_model(model, known=MODELS)]:
         raise ConfigError(unknown)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.config import Config, Degrees
-from torchtitan_clone.models import ModelArgs
+from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.precision import fsdp_blocks_per_group
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_clone.models import Decoder
 from torchtitan_clone.models.balancing import ExpertLoads
+from torchtitan_clone.models.decoder import Decoder
 from torchtitan_clone.models.float8 import convert_to_float8
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.models.mtp import MTP_LOSS

@@ -12,7 +12,8 @@ from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_
 from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data import Mixture, Tokenizer
 from torchtitan_clone.files import write_atomically
-from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.observe.logging import logger
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from torchtitan_clone.models import Decoder
+from torchtitan_clone.models.decoder import Decoder
 from torchtitan_clone.ops.dtensor_shards import gather_shard_map
 from torchtitan_clone.parallel.apply import named_buffers, named_parameters
 from torchtitan_clone.parallel.reshard import transfer

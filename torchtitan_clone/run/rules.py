@@ -14,7 +14,7 @@ from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_m
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.config.stages import find_batch_errors, find_data_errors
 from torchtitan_clone.data.sources import hub_id
-from torchtitan_clone.models import ModelArgs
+from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.float8 import MULTIPLE
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward

@@ -14,8 +14,9 @@ from torchtitan_clone.data import Tokenizer, build_tokenizer
 from torchtitan_clone.hub.folder import CONFIG_FILE as HUB_CONFIG_FILE
 from torchtitan_clone.hub.folder import open_weight_folder
 from torchtitan_clone.hub.weights import family_of_folder, model_of_folder, open_initial_weights
-from torchtitan_clone.models import Decoder, ModelArgs, ModelSpec, find_model
-from torchtitan_clone.models.decoder import named_state
+from torchtitan_clone.models import find_model
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
+from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.run.plan import build_plan, plan_of
 
 
