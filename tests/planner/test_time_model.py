@@ -5,12 +5,19 @@ Tests hardware.py and work.py too.
 
 import re
 from collections import Counter
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
+from torch import nn
 
 from tests.marks import needs_split_backward
 from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.ops.layers import Linear
+from torchtitan_clone.ops.weight_use import LAST, WeightUse, WeightUses
 from torchtitan_clone.planner.hardware import Fitted, Hardware, known_hardware, read_hardware
+from torchtitan_clone.planner.memory_estimate import saved_bytes
 from torchtitan_clone.planner.simulate import simulate
 from torchtitan_clone.planner.time_model import describe_step_time, plan_stages, predict_step_time
 from torchtitan_clone.planner.work import layer_transfers, model_work, shape_of, sharded_groups
@@ -228,3 +235,42 @@ def test_a_table_that_is_nested_too_deep_is_an_error(tmp_path):
     (tmp_path / "deep.toml").write_text(f"x = {'[' * 5000}")
     with pytest.raises(ConfigError, match=r"deep\.toml: cannot be read"):
         read_hardware(str(tmp_path / "deep.toml"))
+
+
+class SquaredReLU(nn.Module):
+    """A feed-forward that says nothing of its matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = Linear(256, 1024, bias=False)
+        self.w2 = Linear(1024, 256, bias=False)
+
+
+class DescribedSquaredReLU(SquaredReLU):
+    """The same feed-forward with the uses of its matrices."""
+
+    WEIGHT_USES: ClassVar[WeightUses] = {"w1.weight": WeightUse(saved=2.0), "w2.weight": LAST}
+
+
+def plan_with(feed_forward):
+    """Returns a plan of a family with another feed-forward in its second layer."""
+
+    def build(args):
+        model = MODELS["llama3"].build(args)
+        model.layers["1"].feed_forward = feed_forward()
+        return model
+
+    return replace(plan_of(2), spec=replace(MODELS["llama3"], name=feed_forward.__name__, build=build))
+
+
+def test_a_family_is_predicted_from_what_its_modules_say_of_their_matrices():
+    first, second = model_work(plan_with(DescribedSquaredReLU)).layers
+    assert [weight.shape for weight in second.matrices[-2:]] == [(1024, 256), (256, 1024)]
+    shape = shape_of(plan_of(2, **NONE))
+    features = [saved_bytes(layer, shape=shape) / shape.tokens / shape.itemsize for layer in (first, second)]
+    assert features[0] - features[1] == 2 * 1.5 * first.matrices[-1].shape[1] - 2 * 1024
+
+
+def test_a_family_with_a_matrix_that_no_module_describes_is_refused():
+    with pytest.raises(ConfigError, match=r"SquaredReLU: feed_forward\.w1\.weight: no module says how"):
+        model_work(plan_with(SquaredReLU))

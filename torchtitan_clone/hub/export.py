@@ -127,10 +127,10 @@ def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShar
     for rank, shard in sorted(shards.items()):
         if prod(shard.size) or not prod(shard.global_shape):
             chosen.setdefault(shard.offset, rank)
-    found = {rank: shards[rank] for rank in chosen.values()}
-    global_shape = next(iter(found.values())).global_shape
-    assert sum(prod(shard.size) for shard in found.values()) == prod(global_shape), f"shards are missing: {found}"
-    return found
+    unique = {rank: shards[rank] for rank in chosen.values()}
+    global_shape = next(iter(unique.values())).global_shape
+    assert sum(prod(shard.size) for shard in unique.values()) == prod(global_shape), f"shards are missing: {unique}"
+    return unique
 
 
 def _export(folder: Path, *, gather: FullTensorGather, layout: Layout, files: GetFiles) -> str | None:

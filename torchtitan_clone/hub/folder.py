@@ -108,11 +108,11 @@ def open_weight_folder(path: Path) -> WeightFolder:
         index = _read_table(path, INDEX_FILE)
         weight_map = {} if index is None else _weight_map(index)
         files = _weight_files(path, weight_map=weight_map)
-        found = _choose_tensors({name: _entries_of(file, name=name) for name, file in files.items()}, weight_map)
+        tensors = _choose_tensors({name: _entries_of(file, name=name) for name, file in files.items()}, weight_map)
     except (DocumentError, OSError) as error:
         raise ConfigError(f"{path}: {error}; correct the folder, or copy or download it again") from error
-    entries = {name: entry for name, (_, entry) in found.items()}
-    holders = {name: files[file_name] for name, (file_name, _) in found.items()}
+    entries = {name: entry for name, (_, entry) in tensors.items()}
+    holders = {name: files[file_name] for name, (file_name, _) in tensors.items()}
     return WeightFolder(path=path, config=cast("Mapping[str, Any]", config.value), entries=entries, files=holders)
 
 
@@ -136,18 +136,18 @@ def _weight_files(path: Path, *, weight_map: Mapping[str, str]) -> dict[str, Pat
 
 def _choose_tensors(files: Mapping[str, Entries], weight_map: Mapping[str, str]) -> dict[str, tuple[str, Entry]]:
     """Returns the name of the file and the entry of each tensor; the index decides where two files hold one."""
-    found: dict[str, tuple[str, Entry]] = {}
+    tensors: dict[str, tuple[str, Entry]] = {}
     for file_name, entries in files.items():
         for entry in entries:
             if weight_map.get(entry.name, file_name) != file_name:
                 continue
-            if entry.name in found:
-                rule = f"{found[entry.name][0]} and {file_name} both hold it"
+            if entry.name in tensors:
+                rule = f"{tensors[entry.name][0]} and {file_name} both hold it"
                 raise DocumentError(f"{shorten(entry.name)}: {rule}; remove one of them, or add {INDEX_FILE}")
-            found[entry.name] = file_name, entry
-    if absent := [name for name in weight_map if name not in found]:
+            tensors[entry.name] = file_name, entry
+    if absent := [name for name in weight_map if name not in tensors]:
         raise DocumentError(f"{shorten(', '.join(absent))} stand in {INDEX_FILE}, but not in the files that it names")
-    return found
+    return tensors
 
 
 def _entries_of(file: Path, *, name: str) -> list[Entry]:
@@ -158,8 +158,8 @@ def _entries_of(file: Path, *, name: str) -> list[Entry]:
     except (OSError, DocumentError, SafetensorError) as error:
         raise DocumentError(f"{name} cannot be read: {shorten(str(error))}") from error
     if unknown := [entry for entry in entries if entry.torch_dtype is None]:
-        found = f"{shorten(unknown[0].name)} has type {shorten(unknown[0].dtype)}"
-        raise DocumentError(f"{name}: {found}; quantized weights cannot be trained on")
+        problem = f"{shorten(unknown[0].name)} has type {shorten(unknown[0].dtype)}"
+        raise DocumentError(f"{name}: {problem}; quantized weights cannot be trained on")
     return entries
 
 

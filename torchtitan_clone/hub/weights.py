@@ -85,12 +85,12 @@ def check_tokenizer(folder: Path, *, model: Model, tokenizer: Tokenizer) -> None
 
 def family_of_folder(folder: WeightFolder) -> ModelSpec:
     """Returns the family of the folder's config.json; ConfigError if there is none."""
-    found = next((spec for spec in MODELS.values() if format_of(spec).is_format_of(folder.config)), None)
-    if found is None:
-        kind = shorten(repr(folder.config.get("model_type")))
-        rule = f"model_type = {kind}: no family has this type; known families: {', '.join(MODELS)}"
-        raise ConfigError(f"{folder.path / CONFIG_FILE}: {rule}")
-    return found
+    for spec in MODELS.values():
+        if format_of(spec).is_format_of(folder.config):
+            return spec
+    kind = shorten(repr(folder.config.get("model_type")))
+    rule = f"model_type = {kind}: no family has this type; known families: {', '.join(MODELS)}"
+    raise ConfigError(f"{folder.path / CONFIG_FILE}: {rule}")
 
 
 def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
@@ -208,9 +208,9 @@ def _mismatch(folder: WeightFolder, name: str, shape: tuple[int, ...], dtype: to
         return f"{entry.name} has shape {shorten(str(list(entry.shape)))}, and the model's has {list(shape)}"
     if scales is not None:
         return find_scaling_error(entry, scales, shape=shape)
-    found = entry.torch_dtype
-    both_float = found is not None and found.is_floating_point and dtype.is_floating_point
-    if found != dtype and not (both_float and entry.item_bytes > 1):
+    stored = entry.torch_dtype
+    both_float = stored is not None and stored.is_floating_point and dtype.is_floating_point
+    if stored != dtype and not (both_float and entry.item_bytes > 1):
         return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on; convert them to bfloat16"
     return None
 
@@ -221,7 +221,7 @@ def _by_expert(names: list[str]) -> list[str]:
     for name in names:
         match = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
         numbers.setdefault((match[1], match[3]) if match else (name,), []).extend([int(match[2])] if match else [])
-    return [_spans(sorted(found)).join(name) if found else name[0] for name, found in numbers.items()]
+    return [_spans(sorted(experts)).join(name) if experts else name[0] for name, experts in numbers.items()]
 
 
 def _spans(numbers: list[int]) -> str:

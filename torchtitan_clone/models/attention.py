@@ -5,6 +5,8 @@ ops/blockwise_attention.py has the blocks, ops/varlen_attention.py FlashAttentio
 Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.kernels import FasterAttention
 from torchtitan_clone.ops.layers import Linear, RMSNorm
 from torchtitan_clone.ops.varlen_attention import has_flash_attention
+from torchtitan_clone.ops.weight_use import MATRIX, WeightUses
 
 
 class DocumentMask(nn.Module):
@@ -98,6 +101,8 @@ class Attention(nn.Module):
     `qk_norm_eps` adds an RMSNorm of q and k, of each head, or with `norm_all_heads` of all heads together; `bias` adds
     one to each projection, `sinks` one logit to each head, `rotated_norm_eps` a norm without weight of rotated q and k.
     """
+
+    WEIGHT_USES: ClassVar[WeightUses] = {f"{name}.weight": MATRIX for name in ("wq", "wk", "wv", "wo")}
 
     def __init__(
         self, *, dim: int, n_heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None = None,

@@ -5,6 +5,7 @@ C dimensions of a head without positions, R those with rotary positions, V dimen
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torchtitan_clone.models.rope import rotate
 from torchtitan_clone.ops.attention import AttentionMask
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.layers import Linear, RMSNorm
+from torchtitan_clone.ops.weight_use import LATENT, MATRIX, WeightUses
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents in all published models, whatever that of the other norms is."""
@@ -50,6 +52,11 @@ class LatentAttention(nn.Module):
 
     `score_scale` multiplies the scores, in addition to 1 / sqrt(C + R).
     """
+
+    WEIGHT_USES: ClassVar[WeightUses] = {
+        "wq_a.weight": LATENT, "wkv_a.weight": LATENT,
+        **{f"{name}.weight": MATRIX for name in ("wq", "wq_b", "wkv_b", "wo")},
+    }  # fmt: skip
 
     def __init__(self, sizes: LatentSizes, *, dim: int, n_heads: int, score_scale: float = 1.0):
         super().__init__()

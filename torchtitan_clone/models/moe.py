@@ -5,7 +5,7 @@ Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_o
 from torchtitan_clone.ops.grouped_mm import grouped_mm, rows_of_groups
 from torchtitan_clone.ops.layers import SwiGLU
 from torchtitan_clone.ops.permutation import Permute, inverse
+from torchtitan_clone.ops.weight_use import LAST, MATRIX, REPLICATED, VECTOR, WeightUses
 
 NumExperts = Annotated[int, Range(1, 2**16)]
 Coefficient = Annotated[float, Range(0.0, 1e6)]
@@ -116,6 +117,7 @@ class Router(nn.Module):
     Tokens that are no context of a target are not counted, and add nothing to auxiliary losses.
     """
 
+    WEIGHT_USES: ClassVar[WeightUses] = {"weight": REPLICATED}
     expert_bias: Tensor | None
     expert_load: Tensor | None
     counts_E: Tensor
@@ -206,6 +208,12 @@ class Experts(nn.Module):
 
     Biases of w1 and w3 are [E, F], of w2 [E, D].
     """
+
+    WEIGHT_USES: ClassVar[WeightUses] = {
+        # The result, its activation or the product of both; of w2 the rows before and after the exchange too.
+        "w1": MATRIX.of_experts(saved=2.0), "w3": MATRIX.of_experts(saved=2.0), "w2": LAST.of_experts(saved=4.0),
+        **dict.fromkeys(("w1_bias", "w2_bias", "w3_bias"), VECTOR.of_experts()),
+    }  # fmt: skip
 
     def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()

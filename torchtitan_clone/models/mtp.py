@@ -4,7 +4,7 @@ Legend: B batch, T tokens, D model.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torchtitan_clone.models.moe import MoEModelArgs
 from torchtitan_clone.models.rope import Positions
 from torchtitan_clone.ops.attention import AttentionMask
 from torchtitan_clone.ops.layers import RMSNorm
+from torchtitan_clone.ops.weight_use import REPLICATED, WeightUses
 
 MTP_LOSS = "mtp_loss"
 """Name of the auxiliary terms, before the number of the depth."""
@@ -39,6 +40,8 @@ class PredictingModelArgs(MoEModelArgs):
 
 class PredictionBlock(TransformerBlock):
     """The block of one depth, which gets the normalized hidden states of the depth before, and returns its own."""
+
+    WEIGHT_USES: ClassVar[WeightUses] = {"eh_proj.weight": REPLICATED}
 
     def __init__(self, args: ModelArgs, *, attention: nn.Module, feed_forward: nn.Module):
         super().__init__(args, attention=attention, feed_forward=feed_forward)

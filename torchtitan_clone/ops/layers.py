@@ -5,6 +5,8 @@ rank computes with its shard, if the input is a plain tensor.
 Legend: B batch, T tokens, D features or model, N rows, I input and O output features.
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.kernels import CPU, CpuKernels
+from torchtitan_clone.ops.weight_use import GATED, LAST, WeightUses
 from torchtitan_clone.torch_compat import is_fake, simulates_gpu
 
 
@@ -133,6 +136,8 @@ class _Gated(torch.autograd.Function):
 
 class SwiGLU(nn.Module):
     """w2(silu(w1 x) * w3 x). Source: arXiv 2002.05202."""
+
+    WEIGHT_USES: ClassVar[WeightUses] = {"w1.weight": GATED, "w3.weight": GATED, "w2.weight": LAST}
 
     def __init__(self, *, dim: int, hidden_dim: int):
         super().__init__()

@@ -149,25 +149,13 @@ def _attention_features(shape: Shape) -> float:
 
 def _complete_features(layer: Layer, *, shape: Shape) -> float:
     """Returns the features per token that a layer saves, without the inputs of attention and feed-forward."""
-    features = _attention_features(shape)
-    for weight in layer.weights:
-        if not weight.is_matrix:
-            continue
-        rows = weight.shape[-2]
-        if weight.name.startswith("attention.w") and "_a." in weight.name:
-            features += 2 * rows  # latents, before and after their norm
-        elif weight.is_expert:
-            used = shape.args.experts_per_token
-            # The result of w1, its activation, of w3, and their product; the rows before and after the exchange.
-            features += used * (2 * rows if not weight.name.endswith("w2") else 4 * rows)
-        elif weight.name.removesuffix(".weight").endswith(("w1", "w3")):
-            features += 1.5 * rows  # of both, and their product
-    return features
+    used = shape.args.experts_per_token
+    saved = ((used if weight.use.is_expert else 1) * weight.use.saved * weight.shape[-2] for weight in layer.matrices)
+    return _attention_features(shape) + sum(saved)
 
 
 def _kept_features(layer: Layer, *, shape: Shape) -> float:
     """Returns the features per token that are kept per operation: attention's, and every second product's."""
-    matrices = [weight for weight in layer.weights if weight.is_matrix]
     used = shape.args.experts_per_token
-    kept = sum(weight.shape[-2] * (used if weight.is_expert else 1) for weight in matrices[::2])
+    kept = sum(weight.shape[-2] * (used if weight.use.is_expert else 1) for weight in layer.matrices[::2])
     return kept + shape.args.n_heads * shape.args.attention_dim

@@ -1,17 +1,18 @@
-"""What a rank computes and communicates in each layer of a micro-batch, from the shapes of the weights alone.
+"""What a rank computes and communicates in each layer of a micro-batch, from the shapes and uses of the weights alone.
 
 Legend: D model, m tokens of a micro-batch on the ranks of one tensor-parallel group.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from torchtitan_clone.config import Config, Degrees
+from torchtitan_clone.config import Config, ConfigError, Degrees
 from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.ops.weight_use import VECTOR, UsesWeights, WeightUse
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.precision import fsdp_blocks_per_group
 
@@ -21,23 +22,10 @@ BACKWARD_ATTENTION = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter of a layer, by its name in the layer; experts are stacked along the first dimension."""
+    """A parameter of a layer; experts are stacked along the first dimension."""
 
-    name: str
     shape: tuple[int, ...]
-
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.shape) > 1 and not self.name.endswith("bias")
-
-    @property
-    def is_expert(self) -> bool:
-        return ".experts." in self.name
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every tensor-parallel rank has the complete weight and applies it to its own tokens."""
-        return not self.is_matrix or any(part in self.name for part in ("wq_a.", "wkv_a.", "router.", "eh_proj."))
+    use: WeightUse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +36,17 @@ class Layer:
     attended_tokens: float
 
     @property
+    def matrices(self) -> list[Weight]:
+        return [weight for weight in self.weights if weight.use.is_matrix]
+
+    @property
     def has_experts(self) -> bool:
-        return any(weight.is_expert for weight in self.weights)
+        return any(weight.use.is_expert for weight in self.weights)
 
     def elements(self, *, experts: bool, tp: int) -> float:
         """Returns the number of elements of experts, or of all other weights, on one tensor-parallel rank."""
-        found = [weight for weight in self.weights if weight.is_expert == experts]
-        return sum(prod(weight.shape) / (1 if weight.is_replicated else tp) for weight in found)
+        weights = [weight for weight in self.weights if weight.use.is_expert == experts]
+        return sum(prod(weight.shape) / (1 if weight.use.is_replicated else tp) for weight in weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +74,7 @@ def model_work(plan: RunPlan) -> ModelWork:
     if key not in _known:
         args, seq_len = plan.model_args, plan.config.training.seq_len
         frozen = tuple(f"{module}." for module in plan.frozen_modules)
-        layers = _model_layers(plan.parameters, args=args, seq_len=seq_len)
+        layers = _model_layers(plan, seq_len=seq_len)
         _known[key] = ModelWork(
             layers=layers,
             kinds=tuple({id(layer): layer for layer in layers}.values()),
@@ -93,21 +85,32 @@ def model_work(plan: RunPlan) -> ModelWork:
     return _known[key]
 
 
-def _model_layers(parameters: Mapping[str, Tensor], *, args: ModelArgs, seq_len: int) -> tuple[Layer, ...]:
-    weights: dict[int, list[Weight]] = {}
-    for name, tensor in parameters.items():
-        if name.startswith("layers."):
-            _, layer, rest = name.split(".", 2)
-            weights.setdefault(int(layer), []).append(Weight(name=rest, shape=tuple(tensor.shape)))
-    for each in weights.values():  # w2 is used after w3
-        each.sort(key=lambda weight: weight.name.removesuffix(".weight").endswith("w2"))
-    kinds = args.layer_kinds()
-    found = [
-        Layer(weights=tuple(weights[layer]), attended_tokens=kinds[layer].mean_attended_tokens(seq_len))
-        for layer in sorted(weights)
-    ]
-    unique = {layer: layer for layer in found}
-    return tuple(unique[layer] for layer in found)
+def _model_layers(plan: RunPlan, *, seq_len: int) -> tuple[Layer, ...]:
+    with torch.device("meta"):
+        blocks = plan.spec.build(plan.model_args).layers.values()
+    unique: dict[Layer, Layer] = {}
+    layers: list[Layer] = []
+    for block, kind in zip(blocks, plan.model_args.layer_kinds(), strict=True):
+        weights = tuple(_weights_of(block, family=plan.spec.name))
+        layer = Layer(weights=weights, attended_tokens=kind.mean_attended_tokens(seq_len))
+        layers.append(unique.setdefault(layer, layer))
+    return tuple(layers)
+
+
+def _weights_of(block: nn.Module, *, family: str) -> list[Weight]:
+    """Returns the weights of a block in the order of use; ConfigError if no module says how one is used."""
+    uses = {
+        ".".join(filter(None, (path, name))): use
+        for path, module in block.named_modules()
+        if isinstance(module, UsesWeights)
+        for name, use in module.WEIGHT_USES.items()
+    }
+    uses |= {name: VECTOR for name, weight in block.named_parameters() if weight.ndim < 2}
+    if unknown := [name for name, _ in block.named_parameters() if name not in uses]:
+        rule = "no module says how it uses this matrix, so that time and memory of a step cannot be predicted"
+        raise ConfigError(f"model.name = {family}: {unknown[0]}: {rule}; add it to WEIGHT_USES of its module")
+    weights = [Weight(shape=tuple(weight.shape), use=uses[name]) for name, weight in block.named_parameters()]
+    return sorted(weights, key=lambda weight: weight.use.is_last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,15 +210,15 @@ def shape_of(plan: RunPlan) -> Shape:
 def layer_products(layer: Layer, *, shape: Shape) -> Iterator[Product]:
     """Yields the products of a layer's forward on one rank, without attention."""
     degrees, tokens = shape.degrees, shape.tokens
-    matrices = [weight for weight in layer.weights if weight.is_matrix]
-    last = next((weight for weight in reversed(matrices) if not layer.has_experts), None)
+    matrices = layer.matrices
+    last = None if layer.has_experts else matrices[-1]
     for index, weight in enumerate(matrices):
         again = shape.share_again
         if shape.recompute == "op":
             again *= index % 2
         elif weight is last:
             again = 0.0  # recomputation ends as soon as it has what backward reads
-        if weight.is_expert:
+        if weight.use.is_expert:
             experts, columns, inner = weight.shape
             per_rank = experts // degrees.ep
             # Without expert parallelism the ranks of tensor parallelism share each expert.
@@ -243,7 +246,7 @@ def layer_transfers(layer: Layer, *, shape: Shape) -> Iterator[Transfer]:
     if degrees.tp > 1:
         gathered = _gathered_features(layer, dim=args.dim) * shape.tokens * shape.itemsize
         yield from _sublayer_transfers(gathered, hidden, again=(again, again))
-        has_shared_experts = any("shared_experts" in weight.name for weight in layer.weights)
+        has_shared_experts = any(weight.use.is_last and not weight.use.is_expert for weight in layer.weights)
         if not layer.has_experts or degrees.ep == 1 or has_shared_experts:
             yield from _sublayer_transfers(hidden, hidden, again=(again, 0.0))
     if degrees.cp > 1:
@@ -255,7 +258,7 @@ def layer_transfers(layer: Layer, *, shape: Shape) -> Iterator[Transfer]:
 
 def _gathered_features(layer: Layer, *, dim: int) -> int:
     """Returns the features per token that attention gathers: those of its input, or of latents."""
-    latents = [weight.shape[0] for weight in layer.weights if weight.name.endswith(("wq_a.weight", "wkv_a.weight"))]
+    latents = [weight.shape[0] for weight in layer.weights if weight.use.is_latent]
     return sum(latents) or dim
 
 

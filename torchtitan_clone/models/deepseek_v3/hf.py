@@ -42,8 +42,8 @@ _LATENT_RULES: Rules = {
 
 def _is_omitted(name: str, args: ModelArgs) -> bool:
     """Whether a tensor is of a layer of multi-token prediction, which follow the others, that the model lacks."""
-    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    return found is not None and int(found[1]) >= args.n_layers + args.mtp_depth
+    match = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return match is not None and int(match[1]) >= args.n_layers + args.mtp_depth
 
 
 def _choice(*, num_groups: int, is_biased: bool) -> str:
@@ -110,8 +110,8 @@ class _Release(MoEHub):
         wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.moe.expert_bias)
         method = given.get("topk_method", "noaux_tc" if self.moe.expert_bias else "greedy")
         if method != wanted:
-            found = shorten(repr(method))
-            raise ConfigError(f"config.json: topk_method = {found}, and {self.family} supports only {wanted!r} here")
+            rule = f"{self.family} supports only {wanted!r} here"
+            raise ConfigError(f"config.json: topk_method = {shorten(repr(method))}, and {rule}")
         return values
 
     def without_absent_layers(self, arguments: Arguments, *, names: Iterable[str]) -> tuple[Arguments, list[str]]:

@@ -73,36 +73,36 @@ class DeepSeekV3Args(PredictingModelArgs):
         return scaling.growth(scaling.mscale_all_dim) ** 2 if scaling and scaling.rope_type == "yarn" else 1.0
 
     def violations(self) -> list[str]:
-        found = super().violations()
+        errors = super().violations()
         if self.n_kv_heads not in (None, self.n_heads):
-            found.append(
+            errors.append(
                 f"model.args.n_kv_heads = {self.n_kv_heads}: latent attention has as many as n_heads; unset it"
             )
         if self.qk_rope_head_dim % 2:
-            found.append(f"model.args.qk_rope_head_dim = {self.qk_rope_head_dim} must be even, for rotary positions")
+            errors.append(f"model.args.qk_rope_head_dim = {self.qk_rope_head_dim} must be even, for rotary positions")
         if self.v_head_dim > self.latent_sizes.qk:
             rule = f"must be at most qk_nope_head_dim + qk_rope_head_dim = {self.latent_sizes.qk}"
-            found.append(f"model.args.v_head_dim = {self.v_head_dim}: {rule}")
+            errors.append(f"model.args.v_head_dim = {self.v_head_dim}: {rule}")
         if self.n_dense_layers >= self.n_layers:
             rule = f"must be below n_layers {self.n_layers}, so that a layer has experts"
-            found.append(f"model.args.n_dense_layers = {self.n_dense_layers}: {rule}")
+            errors.append(f"model.args.n_dense_layers = {self.n_dense_layers}: {rule}")
         if (scaling := self.rope_scaling) is not None and scaling.mscale_all_dim and not scaling.mscale:
             rule = "the format of the hub has it only with mscale; set both or none"
-            found.append(f"model.args.rope_scaling.mscale_all_dim = {scaling.mscale_all_dim}: {rule}")
-        return found + self._router_violations()
+            errors.append(f"model.args.rope_scaling.mscale_all_dim = {scaling.mscale_all_dim}: {rule}")
+        return errors + self._router_violations()
 
     def _router_violations(self) -> list[str]:
         """The hub has a format for each of two routers only."""
         wanted = V3_ROUTER if self.moe.score_func == "sigmoid" else V2_ROUTER
-        found = [
+        errors = [
             f"model.args.moe.{name} = {getattr(self.moe, name)!r}: must be {getattr(wanted, name)!r} with score_func "
             f"{self.moe.score_func!r}, as in the published models"
             for name in ROUTER
             if getattr(self.moe, name) != getattr(wanted, name)
         ]
         if not self.moe.num_shared_experts:
-            found.append("model.args.moe.num_shared_experts = 0: must be at least 1, as in the published models")
-        return found
+            errors.append("model.args.moe.num_shared_experts = 0: must be at least 1, as in the published models")
+        return errors
 
 
 def build(args: DeepSeekV3Args) -> Decoder:

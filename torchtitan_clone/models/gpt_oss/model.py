@@ -41,13 +41,13 @@ class GptOssArgs(SizedHeads, WindowedArgs, MoEModelArgs):
     )
 
     def violations(self) -> list[str]:
-        found = super().violations()
+        errors = super().violations()
         if not self.moe.biases or not self.moe.swiglu_limit:
             given = f"biases = {str(self.moe.biases).lower()}, swiglu_limit = {self.moe.swiglu_limit}"
-            found.append(f"model.args.moe: {given}: gpt_oss has both; set biases to true and swiglu_limit above 0")
+            errors.append(f"model.args.moe: {given}: gpt_oss has both; set biases to true and swiglu_limit above 0")
         if shared := self.moe.num_shared_experts:
-            found.append(f"model.args.moe.num_shared_experts = {shared}: gpt_oss has none; set it to 0")
-        return found
+            errors.append(f"model.args.moe.num_shared_experts = {shared}: gpt_oss has none; set it to 0")
+        return errors
 
 
 def build(args: GptOssArgs) -> Decoder:

@@ -26,11 +26,11 @@ class Llama3Args(ModelArgs):
         return self.multiple_of * ((size + self.multiple_of - 1) // self.multiple_of)
 
     def violations(self) -> list[str]:
-        found = []
+        errors = []
         if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
             rule = "must give heads of an even size; set dim to an even multiple of n_heads"
-            found.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
-        return found + super().violations()
+            errors.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
+        return errors + super().violations()
 
 
 def build(args: Llama3Args) -> Decoder:

@@ -76,8 +76,8 @@ class Llama4Hub(MoEHub):
         counts = {name: values[name] for name in ("n_layers", "moe_every", "full_every")}
         for key, wanted in _lists(Llama4Args(**counts)).items():
             if given.get(key, wanted) not in (wanted, []):
-                found, rule = shorten(repr(given[key])), f"llama4 supports only {shorten(repr(wanted))} here"
-                raise DocumentError(f"config.json: {key} = {found}, and {rule}")
+                rule = f"llama4 supports only {shorten(repr(wanted))} here"
+                raise DocumentError(f"config.json: {key} = {shorten(repr(given[key]))}, and {rule}")
         return values | {"query_scale": values["query_scale"] if is_tuned else 0.0}
 
 

@@ -66,10 +66,10 @@ class Llama4Args(SizedHeads, MoEModelArgs):  # pyright: ignore[reportIncompatibl
         return [full if self.is_full(layer) else chunked for layer in range(self.n_layers)]
 
     def violations(self) -> list[str]:
-        found = super().violations()
+        errors = super().violations()
         if self.moe_every > self.n_layers:
-            found.append(f"model.args.moe_every = {self.moe_every}: must be at most n_layers {self.n_layers}")
-        return found + [
+            errors.append(f"model.args.moe_every = {self.moe_every}: must be at most n_layers {self.n_layers}")
+        return errors + [
             f"model.args.moe.{name} = {getattr(self.moe, name)!r}: must be {getattr(ROUTER, name)!r}, as in all "
             "releases of Llama 4"
             for name in FIXED

@@ -26,11 +26,11 @@ class Olmo2Args(ModelArgs):
     max_seq_len: Size = 4096
 
     def violations(self) -> list[str]:
-        found = []
+        errors = []
         if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
             rule = "must give heads of an even size; set dim to an even multiple of n_heads"
-            found.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
-        return found + super().violations()
+            errors.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
+        return errors + super().violations()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,11 @@ class Olmo3Args(Olmo2Args, WindowedArgs):
     layer_types: list[LayerType] = field(default_factory=lambda: ["window", "window", "window", "full"])
 
     def violations(self) -> list[str]:
-        found = super().violations()
+        errors = super().violations()
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and not self.rope_scaling.truncate:
             rule = "transformers does not read it in a config.json of olmo3"
-            found.append(f"model.args.rope_scaling.truncate = false: {rule}; set it to true")
-        return found
+            errors.append(f"model.args.rope_scaling.truncate = false: {rule}; set it to true")
+        return errors
 
     def window_rope_args(self) -> RopeArgs:
         return RopeArgs(dim=self.head_dim, theta=self.rope_theta)
