@@ -51,8 +51,8 @@ def read_regular(path: Path, *, max_bytes: int = MAX_BYTES, follow_links: bool =
     """Returns the content of a regular file; DocumentError if it is no regular file or larger than `max_bytes`."""
     with open_regular(path, follow_links=follow_links) as file:
         content = bytearray()
-        while piece := file.read(min(1 << 24, max_bytes + 1 - len(content))):
-            content += piece
+        while chunk := file.read(min(1 << 24, max_bytes + 1 - len(content))):
+            content += chunk
         if len(content) > max_bytes:
             size = os.fstat(file.fileno()).st_size
             raise DocumentError(f"{path.name}: has {size:,} bytes; at most {max_bytes:,} are accepted")

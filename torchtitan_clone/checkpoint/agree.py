@@ -9,18 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan_clone.checkpoint.folder import (
-    MODEL_ONLY_FOLDER,
-    CorruptCheckpointError,
-    committed_steps,
-    corrupt_steps,
-    delete_leftovers,
-    mark_unfinished,
-    quarantine,
-    record_rewind,
-    restore_replaced,
-    steps_to_resume,
-)
+from torchtitan_clone.checkpoint import folder as folders
+from torchtitan_clone.checkpoint.folder import CorruptCheckpointError
 from torchtitan_clone.comm.json_collectives import all_gather_json, broadcast_json, optional_text
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
@@ -51,13 +41,13 @@ def agree_on_steps(checkpoint: Checkpoint, *, folder: Path, identity: str, group
     answer: list[object] = []
     with agreed_errors(folder):
         if dist.get_rank() == 0:
-            for each in (folder, folder / MODEL_ONLY_FOLDER):
-                restore_replaced(each)
+            for each in (folder, folder / folders.MODEL_ONLY_FOLDER):
+                folders.restore_replaced(each)
                 if not checkpoint.load_only:
-                    delete_leftovers(each, group=group)
-            committed = committed_steps(folder)
-            to_resume = steps_to_resume(folder, checkpoint=checkpoint, identity=identity)
-            answer = [to_resume, committed, bool(committed or corrupt_steps(folder))]
+                    folders.delete_leftovers(each, group=group)
+            committed = folders.committed_steps(folder)
+            to_resume = folders.steps_to_resume(folder, checkpoint=checkpoint, identity=identity)
+            answer = [to_resume, committed, bool(committed or folders.corrupt_steps(folder))]
     to_resume, committed, had_any = broadcast_json(answer).items(count=3)
     return Steps(to_resume=to_resume.integers(), committed=committed.integers(), had_any=had_any.flag())
 
@@ -68,7 +58,7 @@ def set_aside(step: int, *, folder: Path, checkpoint: Checkpoint, problem: str) 
         if dist.get_rank() == 0:
             done = "ignored"
             if not checkpoint.load_only:
-                done = f"renamed it to {quarantine(folder, step=step, suffix='bad', reason=problem)}"
+                done = f"renamed it to {folders.quarantine(folder, step=step, suffix='bad', reason=problem)}"
             logger.error("the checkpoint of step %d is corrupted: %s; %s", step, problem, done)
 
 
@@ -77,13 +67,13 @@ def set_newer_aside(step: int, *, folder: Path, checkpoint: Checkpoint, identity
     load_step = checkpoint.load_step
     with agreed_errors(folder):
         if dist.get_rank() == 0:
-            newer = [each for each in committed_steps(folder) if each > step and load_step != -1]
+            newer = [each for each in folders.committed_steps(folder) if each > step and load_step != -1]
             for each in newer:
-                target = quarantine(folder, step=each, suffix="left", reason=f"for step {load_step}")
+                target = folders.quarantine(folder, step=each, suffix="left", reason=f"for step {load_step}")
                 logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, each, target)
             if newer:
-                mark_unfinished(folder)
-            record_rewind(folder, checkpoint=checkpoint, identity=identity)
+                folders.mark_unfinished(folder)
+            folders.record_rewind(folder, checkpoint=checkpoint, identity=identity)
 
 
 @contextmanager

@@ -1,8 +1,11 @@
-"""Checkpoint folders on disk, without torch. step-N is committed: renamed to this after its manifest was written.
+"""Checkpoint folders on disk, without torch. A step is committed by a rename, after its manifest was written.
 
-The suffix .partial-ID, of a replica group .partial-GROUP-ID: being written, or left behind by a killed process;
-.bad-REASON: corrupted; .left-REASON: newer than load_step; .replaced: the older of two saves of one step, while they
-are exchanged; .purged: being deleted.
+step-N.partial-ID        being written, or left behind by a killed process; .partial-GROUP-ID of a replica group
+  -> step-N              committed
+       -> .replaced      the older of two saves of one step, while they are exchanged
+       -> .bad-REASON    corrupted
+       -> .left-REASON   newer than load_step
+       -> .purged        being deleted
 """
 
 import contextlib

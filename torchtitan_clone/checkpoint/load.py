@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_clone.checkpoint import folder as folders
 from torchtitan_clone.checkpoint.agree import (
     Steps,
     agree_on_steps,
@@ -22,18 +23,7 @@ from torchtitan_clone.checkpoint.agree import (
     set_aside,
     set_newer_aside,
 )
-from torchtitan_clone.checkpoint.folder import (
-    PROGRESS_FILE,
-    CorruptCheckpointError,
-    Manifest,
-    Progress,
-    check_digest,
-    check_sizes,
-    initial_folder,
-    progress_to_resume,
-    reading,
-    step_folder,
-)
+from torchtitan_clone.checkpoint.folder import CorruptCheckpointError, Manifest, Progress
 from torchtitan_clone.checkpoint.format import (
     INDEX_FILE,
     MAX_STATE_BYTES,
@@ -82,11 +72,11 @@ def find_resume_point(
     `group` is the name of the replica group, "" if there is one. ConfigError if what is asked for cannot be loaded.
     """
     for step in reversed(steps.to_resume):
-        source = step_folder(folder, step)
+        source = folders.step_folder(folder, step)
         try:
             index = verify(source, step=step, digests=checkpoint.verify == "full")
             with agreed_errors(source):
-                progress = progress_to_resume(source, checkpoint=checkpoint)
+                progress = folders.progress_to_resume(source, checkpoint=checkpoint)
         except FileNotFoundError:  # another replica group has deleted it
             steps = agree_on_steps(checkpoint, folder=folder, identity=identity, group=group)
             return find_resume_point(checkpoint, folder=folder, steps=steps, identity=identity, group=group)
@@ -107,13 +97,13 @@ def find_resume_point(
 
 
 def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
-    if (initial := initial_folder(checkpoint)) is None:
+    if (initial := folders.initial_folder(checkpoint)) is None:
         return None
     folder, step = initial
     try:
         index = verify(folder, step=step, digests=checkpoint.verify == "full")
         with agreed_errors(folder):
-            progress = progress_to_resume(folder, checkpoint=checkpoint)
+            progress = folders.progress_to_resume(folder, checkpoint=checkpoint)
     except (CorruptCheckpointError, FileNotFoundError) as problem:
         why = f"{folder} is corrupted: {problem}; copy it again or choose another one"
         raise ConfigError(f"checkpoint.initial_load_path: {why}") from None
@@ -182,7 +172,7 @@ def verify(folder: Path, *, step: int | None, digests: bool) -> Index:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     index: Index = {}
     with agreed_errors(folder):
-        manifest = check_sizes(folder, step=step)
+        manifest = folders.check_sizes(folder, step=step)
         index = read_index(folder, manifest=manifest)
         for name in list(index)[rank::world_size]:
             check_parts(name, index[name])
@@ -214,18 +204,18 @@ def _parts_of_files(index: Index, *, files: list[str]) -> dict[str, Parts]:
 
 def _check_bytes(folder: Path, name: str, *, manifest: Manifest, digests: bool) -> None:
     """Compares the digest of a file, unless it was compared when the file was read."""
-    if name in (PROGRESS_FILE, INDEX_FILE):
+    if name in (folders.PROGRESS_FILE, INDEX_FILE):
         return
     is_document = not name.endswith(TENSOR_FILES)
     if is_document and manifest.files[name].bytes > MAX_BYTES:
         raise CorruptCheckpointError(f"{name} has {manifest.files[name].bytes:,} bytes, too many for a document")
     if is_document or digests:
-        check_digest(folder, name, manifest=manifest)
+        folders.check_digest(folder, name, manifest=manifest)
 
 
 def _check_tensor_file(folder: Path, file: str, *, parts: Parts) -> None:
     """Compares the header of a file with the index, in both directions."""
-    with reading(file):
+    with folders.reading(file):
         header = read_header(folder / file)
         # Stated for torch's reader.
         offsets = parse_json(header.metadata.get(OFFSETS_KEY, "{}"), where=f"{file}: {OFFSETS_KEY}").plain_entries()
@@ -245,7 +235,7 @@ def _check_random_state(folder: Path, file: str, *, name: str, part: tuple[int, 
     begin, shard = part
     is_state = shard.dtype is torch.uint8 and shard.size == shard.global_shape and len(shard.size) == 1
     if is_state and 0 < shard.size[0] <= MAX_STATE_BYTES:
-        with reading(file), BufferedReader(open_regular(folder / file)) as stream:
+        with folders.reading(file), BufferedReader(open_regular(folder / file)) as stream:
             stream.seek(begin)
             state = torch.frombuffer(bytearray(stream.read(shard.size[0])), dtype=torch.uint8)
         if is_random_state(name, state=state):
@@ -327,28 +317,33 @@ def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> 
 
     The index must be that of `verify`: files are read where it says.
     """
-    with agreed_errors(folder):
-        _fill(folder, state, index=index)
-
-
-def _fill(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> None:
     needed: dict[str, list[tuple[int, TensorShard, Tensor, TensorShard]]] = {}
     for name, tensor in state.items():
         wanted = describe_shard(tensor)
         for file, begin, saved in index[name].shards:
             if wanted.overlap(saved) is not None:
                 needed.setdefault(file, []).append((begin, saved, local_shard(tensor).detach(), wanted))
-    for file, shards in needed.items():
-        with reading(file), BufferedReader(open_regular(folder / file)) as stream:
-            for begin, saved, target, wanted in shards:
-                if not _read(stream, begin=begin, saved=saved, target=target, wanted=wanted):
-                    raise CorruptCheckpointError(f"{file} ends early")
+    with agreed_errors(folder):
+        for file, shards in needed.items():
+            with folders.reading(file), BufferedReader(open_regular(folder / file)) as stream:
+                for begin, saved, target, wanted in shards:
+                    if not _read(stream, begin=begin, saved=saved, target=target, wanted=wanted):
+                        raise CorruptCheckpointError(f"{file} ends early")
 
 
 def _read(
     stream: "BufferedReader[FileIO]", *, begin: int, saved: TensorShard, target: Tensor, wanted: TensorShard
 ) -> bool:
     """Reads the rows that both shards hold, directly into the target if its memory layout allows; returns if it can."""
+    # In a file, only complete rows are contiguous. Those with the region are read, and its columns are copied:
+    #
+    #     saved shard, in the file           wanted shard, in memory
+    #     +-----------------+  <- begin
+    #     |                 |                +-----------------+
+    #     |.......+---------+  <- seek       |                 |
+    #     |.......| region  |                +---------+       |
+    #     |.......+---------+  <- end        | region  |       |
+    #     +-----------------+                +---------+-------+
     region = wanted.overlap(saved)
     assert region is not None
     overlap = target[wanted.window(region)]

@@ -268,6 +268,11 @@ def _wait_until(condition: Callable[[], bool], *, timeout_seconds: float) -> boo
 class Save:
     """A save in progress. `finished` is set once this rank has done its share."""
 
+    # training   start | step ......... step ........... step ....... | outcome, before the next save
+    # thread           | stage | write ........ report |
+    # rank 0                   | write ...... report | collect | commit | announce
+    #            ^ collective  ^ staged: the state may change; on a GPU the stream waits for it, not the CPU
+
     def __init__(
         self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint, group: str
     ):

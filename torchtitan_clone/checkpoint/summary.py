@@ -5,18 +5,8 @@ import json
 import time
 from pathlib import Path
 
-from torchtitan_clone.checkpoint.folder import (
-    VERSIONS_FILE,
-    CorruptCheckpointError,
-    check_sizes,
-    committed_steps,
-    corrupt_steps,
-    finished_step,
-    newest_complete_step,
-    read_document,
-    read_progress,
-    step_folder,
-)
+from torchtitan_clone.checkpoint import folder as folders
+from torchtitan_clone.checkpoint.folder import CorruptCheckpointError
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import escape
 
@@ -25,9 +15,9 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
     """Returns one line per step, oldest first, and if all are intact: by size, with `digests` by reading every file."""
     lines = [f"{'step':>10}  {'saved':<16}  {'GiB':>8}  {'files':>5}  {'tokens seen':>16}  state"]
     are_intact = True
-    steps = committed_steps(folder)
+    steps = folders.committed_steps(folder)
     for step in steps:
-        path = step_folder(folder, step)
+        path = folders.step_folder(folder, step)
         with contextlib.suppress(FileNotFoundError):  # the run has deleted it meanwhile
             try:
                 columns, is_intact = _columns(path, step=step, digests=digests), True
@@ -36,19 +26,19 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
             saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.lstat().st_mtime))
             lines.append(f"{step:>10,}  {saved}  {columns}")
             are_intact &= is_intact
-    lines += [f"renamed because it was corrupted: {path.name}" for path in corrupt_steps(folder)]
-    if (step := finished_step(folder)) and step >= max(steps, default=0):
+    lines += [f"renamed because it was corrupted: {path.name}" for path in folders.corrupt_steps(folder)]
+    if (step := folders.finished_step(folder)) and step >= max(steps, default=0):
         lines.append(f"the run is complete: step {step:,}")
     return lines, are_intact
 
 
 def _columns(path: Path, *, step: int, digests: bool) -> str:
-    manifest = check_sizes(path, step=step)
+    manifest = folders.check_sizes(path, step=step)
     if digests:
         from torchtitan_clone.checkpoint.load import verify  # imports torch
 
         verify(path, step=step, digests=True)
-    tokens = read_progress(path, manifest=manifest).tokens_seen
+    tokens = folders.read_progress(path, manifest=manifest).tokens_seen
     gib = sum(record.bytes for record in manifest.files.values()) / 2**30
     state = "verified" if digests else "complete"
     return f"{gib:>8.3f}  {len(manifest.files):>5}  {tokens:>16,}  {state}"
@@ -58,19 +48,19 @@ def describe_step(folder: Path, *, step: int | None) -> list[str]:
     """Returns the progress, versions and tensors of a step, by default the newest; ConfigError if it is not intact."""
     from torchtitan_clone.checkpoint.format import read_index  # imports torch
 
-    steps = committed_steps(folder)
-    wanted = newest_complete_step(folder) if step is None else step
+    steps = folders.committed_steps(folder)
+    wanted = folders.newest_complete_step(folder) if step is None else step
     if wanted is None or wanted not in steps:
         missing = "complete step" if wanted is None else f"step {wanted}"
         available = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"{folder} has no {missing}; its steps: {available}; choose one of them with --step")
-    path = step_folder(folder, wanted)
+    path = folders.step_folder(folder, wanted)
     try:
-        manifest = check_sizes(path, step=wanted)
-        progress = read_progress(path, manifest=manifest)
+        manifest = folders.check_sizes(path, step=wanted)
+        progress = folders.read_progress(path, manifest=manifest)
         index = read_index(path, manifest=manifest)
-        has_versions = VERSIONS_FILE in manifest.files  # a converted checkpoint has none
-        versions = read_document(path, VERSIONS_FILE, manifest=manifest).value if has_versions else {}
+        has_versions = folders.VERSIONS_FILE in manifest.files  # a converted checkpoint has none
+        versions = folders.read_document(path, folders.VERSIONS_FILE, manifest=manifest).value if has_versions else {}
     except CorruptCheckpointError as error:
         raise ConfigError(f"step {wanted} is corrupted: {error}; choose another one with --step") from None
     counts = f"{progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"

@@ -94,6 +94,8 @@ def write_file(
 
 def _write(file: FileIO, chunk: memoryview) -> None:
     """Writes all of a chunk; bytes that direct I/O cannot write, such as the last of a file, use the page cache."""
+    # While direct I/O is on, only multiples of BLOCK are written; EINVAL for the rest, or for unaligned memory, turns
+    # it off for the remaining file. A write may also be short, as at a limit of the file size: hence the loop.
     while chunk:
         blocks = len(chunk) - len(chunk) % BLOCK
         try:

@@ -46,7 +46,13 @@ def local_shard_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local_shard(tensor), global_offset(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.ndim
 
 
-Region = list[tuple[int, int]]  # first and last (exclusive) index in each dimension of the global tensor
+# global tensor                  offset (1, 0), size (2, 4): a shard of one rank
+#     0 . . . . . .              region [(2, 3), (1, 3)]: first and last (exclusive) index in the global tensor
+#     1 a a a a . .              window (1:2, 1:3): the same elements, as slices of the shard
+#     2 a # # a . .
+#     3 . . . . . .
+
+Region = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,7 @@ class TensorShard:
         return tuple(slice(a - start, b - start) for (a, b), start in zip(region, self.offset, strict=True))
 
     def to_json(self) -> list[object]:
-        """Returns this as data that JSON can hold."""
+        """Returns the shard as data that JSON can hold."""
         return [self.offset, self.size, self.global_shape, str(self.dtype), self.device_type]
 
     @staticmethod
@@ -103,11 +109,11 @@ ShardMap = Mapping[str, Mapping[int, TensorShard]]  # by the tensor's name and b
 def gather_shard_map(tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> ShardMap:
     """Returns which rank holds which shard of the tensors of all ranks; a collective over `group`."""
     own = {name: describe_shard(tensor) for name, tensor in tensors.items()}
-    found: dict[str, dict[int, TensorShard]] = {}
+    shard_map: dict[str, dict[int, TensorShard]] = {}
     for rank, shards in enumerate(all_gather_json(shards_to_json(own), group=group)):
         for name, shard in shards_from_json(shards).items():
-            found.setdefault(name, {})[rank] = shard
-    return found
+            shard_map.setdefault(name, {})[rank] = shard
+    return shard_map
 
 
 def shards_to_json(shards: Mapping[str, TensorShard]) -> dict[str, list[object]]:
