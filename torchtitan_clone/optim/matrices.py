@@ -245,7 +245,8 @@ def _regions(parameter: Tensor, block_rows: int | None) -> list[Region]:
     *stack, rows, cols = parameter.shape
     size = block_rows or rows
     blocks = [(start, min(start + size, rows)) for start in range(0, rows, size)]
-    return [[*((i, i + 1) for i in index), block, (0, cols)] for *index, block in product(*map(range, stack), blocks)]
+    indices = product(*(range(count) for count in stack))
+    return [[*((i, i + 1) for i in index), block, (0, cols)] for index in indices for block in blocks]
 
 
 def _overlap(region: Region, bounds: Bounds) -> Region | None:

@@ -98,7 +98,7 @@ class Muon(torch.optim.Optimizer):
         self._plans = [_plan(each, layout=layout) for each in self.param_groups]
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, factor: float = 1.0) -> None:
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:  # the types of torch's overloads
         """Updates the parameters by their gradients times `factor`; a collective. A gradient of None counts as zero.
 
         The exchange of one bucket of matrices goes on while another is computed.
