@@ -49,8 +49,8 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
     write_weights(
         folder,
         entries=[
-            entry_for(name, dtype=exported_dtype(ours, found[ours].dtype, wanted=dtype), shape=piece.shape)
-            for name, ((ours, piece), *_) in sources.items()
+            entry_for(name, dtype=exported_dtype(ours, found[ours].dtype, wanted=dtype), shape=part.shape)
+            for name, ((ours, part), *_) in sources.items()
         ],
         read=lambda entry: assemble_source(sources[entry.name], read=read, dtype=entry.torch_dtype),
         files=export_files(spec=spec, model_args=args, model=model, tokenizer=tokenizer, dtype=dtype),

@@ -53,11 +53,11 @@ def export_and_fill(how_written, how_read, folder, dtype):
     """Writes mixed tensors and fills zeros, split in another way, from the folder; returns report and filled."""
     dist.init_process_group("gloo")
     tensors = split(mixed_tensors(), how_written)
-    report = export_weights(folder, tensors=tensors, pieces=UNCHANGED, dtype=dtype, files=lambda: FILES, file_bytes=200)
+    report = export_weights(folder, tensors=tensors, slices=UNCHANGED, dtype=dtype, files=lambda: FILES, file_bytes=200)
     if report.error is not None:
         return report, {}
     filled = split({name: torch.zeros_like(tensor) for name, tensor in mixed_tensors().items()}, how_read)
-    open_weight_folder(folder).fill(filled, pieces=UNCHANGED)
+    open_weight_folder(folder).fill(filled, slices=UNCHANGED)
     return report, {name: full(tensor) for name, tensor in filled.items()}
 
 
@@ -145,7 +145,7 @@ def test_folders_with_and_without_an_index(tmp_path):
     found = open_weight_folder(folder)
     assert list(found.entries) == ["b"]
     filled = torch.zeros(4)
-    found.fill({"b": filled}, pieces={"b": [TensorSlice(source="b", shape=(4,))]})
+    found.fill({"b": filled}, slices={"b": [TensorSlice(source="b", shape=(4,))]})
     assert torch.equal(filled, torch.arange(4.0))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support.harness import run_ranks
 from torchtitan_clone.hub.export import export_weights
 from torchtitan_clone.hub.folder import open_weight_folder
-from torchtitan_clone.hub.mapping import fused, joined, pieces_of, same, stacked, transposed
+from torchtitan_clone.hub.mapping import fused, joined, same, slices_of, stacked, transposed
 from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 
 E, F, D = 4, 6, 8
@@ -59,8 +59,8 @@ def theirs():
     return {"model.norm.weight": t["norm.weight"], **{f"model.layers.7.{n}": x.contiguous() for n, x in found.items()}}
 
 
-def pieces():
-    return {name: pieces_of(RULES, name, shape=shape) for name, shape in SHAPES.items()}
+def slices():
+    return {name: slices_of(RULES, name, shape=shape) for name, shape in SHAPES.items()}
 
 
 def assert_equal(found, expected):
@@ -71,14 +71,14 @@ def assert_equal(found, expected):
 
 def test_rules_give_the_hubs_tensors():
     values = ours()
-    sources = sources_of(pieces())
+    sources = sources_of(slices())
     found = {name: assemble_source(users, read=values.get, dtype=torch.float32) for name, users in sources.items()}
     assert_equal(found, theirs())
 
 
 def test_a_name_without_a_rule_is_an_error():
     with pytest.raises(KeyError, match=r"layers\.\*\.bias"):
-        pieces_of(RULES, "layers.3.bias", shape=(3,))
+        slices_of(RULES, "layers.3.bias", shape=(3,))
 
 
 def sharded(tensors, dim):
@@ -93,7 +93,7 @@ def sharded(tensors, dim):
 def fill_shards(folder, dim):
     dist.init_process_group("gloo")
     found = sharded({name: torch.zeros_like(tensor) for name, tensor in ours().items()}, dim)
-    open_weight_folder(folder).fill(found, pieces=pieces())
+    open_weight_folder(folder).fill(found, slices=slices())
     return {name: tensor.full_tensor() for name, tensor in found.items()}
 
 
@@ -113,7 +113,7 @@ def export_shards(folder, dim):
         tensors = {name: tensor for i, (name, tensor) in enumerate(ours().items()) if i % size == rank}
     files = {"config.json": b"{}"}
     report = export_weights(
-        folder, tensors=tensors, pieces=pieces(), dtype=torch.float32, files=lambda: files, file_bytes=800
+        folder, tensors=tensors, slices=slices(), dtype=torch.float32, files=lambda: files, file_bytes=800
     )
     return report.error
 

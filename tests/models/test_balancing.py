@@ -80,6 +80,6 @@ def test_the_load_of_the_last_step_is_state_that_the_hub_does_not_have():
     spec = MODELS["deepseek_v3"]
     args = spec.flavors["debugmodel"]
     args = replace(args, n_layers=1, n_dense_layers=0, moe=replace(args.moe, batch_balance=0.1))
-    pieces = format_of(spec).map_state(spec.state_on_meta(args), args=args)
-    assert pieces["layers.0.feed_forward.router.expert_load"] == []
-    assert len(pieces["layers.0.feed_forward.router.expert_bias"]) == 1
+    slices = format_of(spec).map_state(spec.state_on_meta(args), args=args)
+    assert slices["layers.0.feed_forward.router.expert_load"] == []
+    assert len(slices["layers.0.feed_forward.router.expert_bias"]) == 1

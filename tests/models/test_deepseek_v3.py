@@ -129,7 +129,7 @@ def hub_tensors(args):
     """Returns random tensors with the names and shapes that the hub has for a model."""
     random = torch.Generator().manual_seed(0)
     sources = sources_of(format_of(SPEC).map_state(SPEC.state_on_meta(args), args=args))
-    return {name: torch.randn(piece.shape, generator=random) for name, ((_, piece), *_) in sources.items()}
+    return {name: torch.randn(part.shape, generator=random) for name, ((_, part), *_) in sources.items()}
 
 
 def written(folder, tensors, args):

@@ -121,7 +121,7 @@ def quantized_tensors():
     """Returns tensors as the releases have them, and what transformers makes of those in 4 bits."""
     state = SPEC.state_on_meta(QUANTIZED)
     sources = sources_of(format_of(SPEC).map_state(state, args=QUANTIZED))
-    shapes = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
+    shapes = {name: part.shape for name, ((_, part), *_) in sources.items()}
     random = torch.Generator().manual_seed(0)
     stored, exact = {}, {}
     for name, shape in shapes.items():

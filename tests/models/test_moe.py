@@ -86,8 +86,8 @@ def test_a_bias_is_state_in_float32_of_the_name_on_the_hub():
     name = "layers.1.feed_forward.router.expert_bias"
     added = SPEC.state_on_meta(args).keys() - SPEC.state_on_meta(ARGS).keys()
     assert added == {name, name.replace("1", "0")}
-    (piece,) = format_of(SPEC).pieces({name: (8,)}, args=ARGS)[name]
-    assert (piece.source, piece.shape) == ("model.layers.1.mlp.gate.e_score_correction_bias", (8,))
+    (part,) = format_of(SPEC).slices({name: (8,)}, args=ARGS)[name]
+    assert (part.source, part.shape) == ("model.layers.1.mlp.gate.e_score_correction_bias", (8,))
     with torch.device("meta"):
         model = SPEC.build(args).bfloat16()
     model.to_empty(device="cpu").init_buffers()
@@ -211,11 +211,11 @@ def test_experts_are_chosen_where_their_scores_are_all_one_or_zero(score_func):
 
 def test_every_expert_has_tensors_of_its_own_on_the_hub():
     name = "layers.1.feed_forward.experts.w2"
-    pieces = format_of(SPEC).pieces({name: (8, 64, 24)}, args=ARGS)[name]
-    assert [piece.source for piece in pieces] == [
+    slices = format_of(SPEC).slices({name: (8, 64, 24)}, args=ARGS)[name]
+    assert [part.source for part in slices] == [
         f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in range(8)
     ]
-    assert {piece.shape for piece in pieces} == {(64, 24)}
+    assert {part.shape for part in slices} == {(64, 24)}
 
 
 CHANGES = [

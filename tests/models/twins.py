@@ -51,7 +51,7 @@ def assert_round_trip(spec, args, *, tokens=100):
     with TemporaryDirectory() as path:
         theirs.save_pretrained(path, max_shard_size="100KB")
         folder = open_weight_folder(Path(path))
-        folder.fill(state, pieces=format_of(spec).map_state(state, args=args))
+        folder.fill(state, slices=format_of(spec).map_state(state, args=args))
         original = {
             name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()
         }
@@ -68,5 +68,5 @@ def assert_round_trip(spec, args, *, tokens=100):
 def assert_tensors_are(spec, args, theirs):
     """Asserts that an export has the names and shapes of transformers' tensors."""
     sources = sources_of(format_of(spec).map_state(spec.state_on_meta(args), args=args))
-    found = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
+    found = {name: part.shape for name, ((_, part), *_) in sources.items()}
     assert found == {name: tuple(tensor.shape) for name, tensor in theirs.items()}

@@ -66,8 +66,8 @@ def parameters_of_run(argv, trains):
 
 def hub_name(spec, name):
     """Returns the hub's name of a tensor that is the same there."""
-    (piece,) = format_of(spec).pieces({name: ()}, args=None)[name]
-    return piece.source
+    (part,) = format_of(spec).slices({name: ()}, args=None)[name]
+    return part.source
 
 
 def run_split(corpus, folder, split, *, trains, **changes):

@@ -51,20 +51,20 @@ def export_weights(
     folder: Path,
     *,
     tensors: Tensors,
-    pieces: TensorSlices,
+    slices: TensorSlices,
     dtype: torch.dtype,
     files: GetFiles,
     file_bytes: int = FILE_BYTES,
 ) -> ExportReport:
     """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
-    `pieces` maps the tensors of all ranks, in the order of the files; `files` returns the other files, on rank 0. The
+    `slices` maps the tensors of all ranks, in the order of the files; `files` returns the other files, on rank 0. The
     folder appears complete and verified or not at all: then the error is reported, not raised.
     """
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     try:
-        gather = FullTensorGather(tensors, pieces=pieces, dtype=dtype, group=group)
+        gather = FullTensorGather(tensors, slices=slices, dtype=dtype, group=group)
         layout = plan_files(gather.entries(), file_bytes=file_bytes)
         error = _export(folder, gather=gather, layout=layout, files=files)
     finally:
@@ -78,20 +78,20 @@ class FullTensorGather:
     The values are sent as bytes over the CPU. All ranks must construct it and call `collect` in the same order.
     """
 
-    def __init__(self, tensors: Tensors, *, pieces: TensorSlices, dtype: torch.dtype, group: dist.ProcessGroup):
+    def __init__(self, tensors: Tensors, *, slices: TensorSlices, dtype: torch.dtype, group: dist.ProcessGroup):
         self.group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
         self._local = {name: local_shard(tensor) for name, tensor in tensors.items()}
         shard_map = gather_shard_map(tensors, group=group)
         self._shards = {name: _without_replicas(shards) for name, shards in shard_map.items()}
-        self._sources = sources_of(pieces)
+        self._sources = sources_of(slices)
 
     def entries(self) -> list[Entry]:
         dtypes = {ours: next(iter(shards.values())).dtype for ours, shards in self._shards.items()}
         return [
-            entry_for(name, dtype=exported_dtype(ours, dtypes[ours], wanted=self._dtype), shape=piece.shape)
-            for name, ((ours, piece), *_) in self._sources.items()
+            entry_for(name, dtype=exported_dtype(ours, dtypes[ours], wanted=self._dtype), shape=part.shape)
+            for name, ((ours, part), *_) in self._sources.items()
         ]
 
     def holder(self, name: str) -> int:
@@ -102,9 +102,9 @@ class FullTensorGather:
     def collect(self, entry: Entry, *, at: int) -> Tensor | None:
         """Returns the complete tensor on the CPU of rank `at`, None on the others."""
         complete = torch.empty(entry.shape, dtype=entry.torch_dtype) if self._rank == at else None
-        for ours, piece in self._sources[entry.name]:
+        for ours, part in self._sources[entry.name]:
             for holder, shard in self._shards[ours].items():
-                overlap = piece.overlap(shard.global_shape, offset=shard.offset, size=shard.size)
+                overlap = part.overlap(shard.global_shape, offset=shard.offset, size=shard.size)
                 if overlap is None:
                     continue
                 if self._rank == holder:

@@ -51,20 +51,20 @@ class WeightFolder:
         is_quantized = entry.torch_dtype == torch.float8_e4m3fn and len(entry.shape) == 2
         return self.entries.get(f"{name}{SCALES}") if is_quantized else None
 
-    def fill(self, tensors: Tensors, *, pieces: TensorSlices) -> None:
+    def fill(self, tensors: Tensors, *, slices: TensorSlices) -> None:
         """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
         needed: dict[Path, list[tuple[str, TensorSlice]]] = {}
         for name in tensors:
-            for piece in (piece for piece in pieces[name] if not piece.is_copy):
-                needed.setdefault(self.files[self.stored_as(piece.source)], []).append((name, piece))
+            for part in (part for part in slices[name] if not part.is_copy):
+                needed.setdefault(self.files[self.stored_as(part.source)], []).append((name, part))
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         for path, parts in needed.items():
             with torch.no_grad(), safe_open(path, framework="pt") as file:
-                for name, piece in parts:
+                for name, part in parts:
                     box, offset = boxes[name]
-                    overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
+                    overlap = part.overlap(tensors[name].shape, offset=offset, size=box.shape)
                     if overlap is not None:
-                        with self._open(piece.source, file.get_slice(self.stored_as(piece.source))) as source:
+                        with self._open(part.source, file.get_slice(self.stored_as(part.source))) as source:
                             overlap.in_box(box).copy_(overlap.read(source))
 
     def has_equal_values(self, name: str, other: str) -> bool:

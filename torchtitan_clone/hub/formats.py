@@ -24,7 +24,7 @@ from torchtitan_clone.hub.keys import (
     read_scaling,
     scaling_to_config,
 )
-from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, pieces_of
+from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, slices_of
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.spec import ModelSpec
@@ -86,18 +86,18 @@ class DecoderHub:
         """Returns the rules of a model; a family whose rules depend on sizes overrides it."""
         return self.rules
 
-    def pieces(
+    def slices(
         self, tensors: Mapping[str, Sequence[int]], *, args: Any, prefix: str = ""
     ) -> dict[str, list[TensorSlice]]:
         """Returns the tensors of the hub that hold our parameters and buffers of these names and shapes."""
         rules = self.rules_of(args)
-        return {name: pieces_of(rules, name, shape=shape, prefix=prefix) for name, shape in tensors.items()}
+        return {name: slices_of(rules, name, shape=shape, prefix=prefix) for name, shape in tensors.items()}
 
     def map_state(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[TensorSlice]]:
-        """Does the same as pieces() for tensors; ConfigError if the format lacks the model."""
+        """Does the same as slices() for tensors; ConfigError if the format lacks the model."""
         if errors := self.find_format_errors(args):
             raise ConfigError(errors)
-        return self.pieces({name: tensor.shape for name, tensor in state.items()}, args=args, prefix=prefix)
+        return self.slices({name: tensor.shape for name, tensor in state.items()}, args=args, prefix=prefix)
 
     def is_format_of(self, config: Mapping[str, object]) -> bool:
         """Returns whether a config.json is of this family, by its type of model; see from_config() for the rest."""

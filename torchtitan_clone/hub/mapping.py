@@ -7,7 +7,7 @@ from dataclasses import replace
 from torchtitan_clone.ops.tensor_slices import Index, TensorSlice
 
 Rule = Callable[[tuple[int, ...]], list[TensorSlice]]
-"""Returns the pieces of our tensor from its shape; * in the name of a piece stands for the number of the layer."""
+"""Returns the slices of our tensor from its shape; * in the name of a source stands for the number of the layer."""
 Rules = Mapping[str, Rule]
 """The rule of each of our parameters and persistent buffers, by name with * for the number of a layer."""
 
@@ -25,36 +25,36 @@ def repeated(name: str, *copies: str) -> Rule:
 def stacked(rule: Callable[[str], Rule], name: str) -> Rule:
     """One tensor of the hub for each {index} of our first dimension, mapped by `rule`, as "experts.{index}.weight"."""
 
-    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
+    def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
         return [
-            replace(piece, to=(index, *piece.to))
+            replace(part, to=(index, *part.to))
             for index in range(shape[0])
-            for piece in rule(name.replace("{index}", str(index)))(shape[1:])
+            for part in rule(name.replace("{index}", str(index)))(shape[1:])
         ]
 
-    return pieces
+    return slices
 
 
 def transposed(name: str) -> Rule:
     """One tensor of the hub whose last two dimensions are exchanged."""
 
-    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
+    def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
         *others, rows, columns = shape
         return [TensorSlice(source=name, shape=(*others, columns, rows), transpose=(len(shape) - 2, len(shape) - 1))]
 
-    return pieces
+    return slices
 
 
 def fused(rule: Rule, *, dim: int, index: int, count: int = 2, interleaved: bool = False) -> Rule:
     """Our tensor, mapped by `rule`, is share `index` of `count` along the hub's `dim`: a block, or `index::count`."""
 
-    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
+    def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
         (share,) = rule(shape)
         size = share.shape[dim]
         complete = (*share.shape[:dim], size * count, *share.shape[dim + 1 :])
         return [replace(share, shape=complete, of=_share(index, dim=dim, size=size, step=count if interleaved else 1))]
 
-    return pieces
+    return slices
 
 
 def _share(index: int, *, dim: int, size: int, step: int) -> Index:
@@ -66,14 +66,14 @@ def _share(index: int, *, dim: int, size: int, step: int) -> Index:
 def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
     """Our tensor consists of equal tensors of the hub along our `dim`, consecutive or interleaved."""
 
-    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
+    def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
         size = shape[dim] // len(names)
         each = (*shape[:dim], size, *shape[dim + 1 :])
         step = len(names) if interleaved else 1
         shares = [_share(index, dim=dim, size=size, step=step) for index in range(len(names))]
         return [TensorSlice(source=name, shape=each, to=share) for name, share in zip(names, shares, strict=True)]
 
-    return pieces
+    return slices
 
 
 def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
@@ -82,7 +82,7 @@ def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
     Ours are pairs of the same index in both halves.
     """
 
-    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
+    def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
         half = rotary // 2
         rows: list[tuple[slice, slice]] = []
         for first in range(0, shape[0], plain + rotary):
@@ -91,15 +91,15 @@ def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
             rows += [(slice(start + 1, stop, 2), slice(middle, stop))]
         return [TensorSlice(source=name, shape=shape, of=(theirs,), to=(ours,)) for theirs, ours in rows]
 
-    return pieces
+    return slices
 
 
-def pieces_of(rules: Rules, name: str, *, shape: Sequence[int], prefix: str = "") -> list[TensorSlice]:
-    """Returns the pieces of our tensor of that name and shape, with names after a prefix; KeyError without a rule."""
+def slices_of(rules: Rules, name: str, *, shape: Sequence[int], prefix: str = "") -> list[TensorSlice]:
+    """Returns the slices of our tensor of that name and shape, with names after a prefix; KeyError without a rule."""
     match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
     rule = rules[f"layers.*.{match[2]}" if match else name]
     layer = match[1] if match else ""
-    return [replace(piece, source=prefix + piece.source.replace("*", layer)) for piece in rule(tuple(shape))]
+    return [replace(part, source=prefix + part.source.replace("*", layer)) for part in rule(tuple(shape))]
 
 
 def swiglu_rules(ours: str, theirs: str) -> Rules:

@@ -40,12 +40,12 @@ class InitialWeights:
     """A folder of weights whose tensors match the model's."""
 
     folder: WeightFolder
-    pieces: TensorSlices
+    slices: TensorSlices
     warnings: tuple[str, ...]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies the weights into parameters and buffers, global tensors or shards, by our names."""
-        self.folder.fill({name: tensor.detach() for name, tensor in tensors.items()}, pieces=self.pieces)
+        self.folder.fill({name: tensor.detach() for name, tensor in tensors.items()}, slices=self.slices)
 
     def load_into(self, tensors: Mapping[str, Tensor], *, log_warnings: bool) -> None:
         """Does the same as fill(), and logs its duration and the warnings."""
@@ -126,15 +126,15 @@ def open_initial_weights(
     folder, hub = open_weight_folder(path), format_of(spec)
     prefix = hub.prefix(folder.config)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args, chosen=chosen)
-    pieces = hub.map_state(state, args=model_args, prefix=prefix)
+    slices = hub.map_state(state, args=model_args, prefix=prefix)
     if not problems:
         warnings += hub.describe_leftovers(folder.entries, args=model_args)
-        problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, pieces=pieces)
+        problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, slices=slices)
     if not problems and model_args.tied_embeddings:
         problems = _compare_tied(folder, prefix=prefix)
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
-    return InitialWeights(folder=folder, pieces=pieces, warnings=tuple(warnings))
+    return InitialWeights(folder=folder, slices=slices, warnings=tuple(warnings))
 
 
 def _compare_arguments(
@@ -179,21 +179,21 @@ def _flat(arguments: Arguments) -> Arguments:
 
 
 def _compare_tensors(
-    folder: WeightFolder, *, spec: ModelSpec, args: ModelArgs, state: Mapping[str, Tensor], pieces: TensorSlices
+    folder: WeightFolder, *, spec: ModelSpec, args: ModelArgs, state: Mapping[str, Tensor], slices: TensorSlices
 ) -> list[str]:
     """Returns how names, shapes and dtypes differ from those of the model."""
-    wanted = sources_of(pieces)
-    stored = {folder.stored_as(name): piece for name, ((_, piece), *_) in wanted.items()}
-    missing = [name for name, piece in stored.items() if name not in folder.entries and not piece.is_copy]
+    wanted = sources_of(slices)
+    stored = {folder.stored_as(name): part for name, ((_, part), *_) in wanted.items()}
+    missing = [name for name, part in stored.items() if name not in folder.entries and not part.is_copy]
     unknown = [name for name in folder.entries if name not in stored]
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
     leftover = partial(format_of(spec).is_leftover, args=args)
     extra = [name for name in unknown if name not in scales and not leftover(name)]
     problems = [f"lacks {_listed(_by_expert(missing))}"] if missing else []
     problems += [f"holds {_listed(extra)}, which {spec.name} does not have"] if extra else []
-    for name, ((ours, piece), *_) in wanted.items():
+    for name, ((ours, part), *_) in wanted.items():
         if folder.stored_as(name) in folder.entries and (
-            problem := _mismatch(folder, name, piece.shape, state[ours].dtype)
+            problem := _mismatch(folder, name, part.shape, state[ours].dtype)
         ):
             problems.append(problem)
     return problems

@@ -41,7 +41,7 @@ class Exporter:
         report = export_weights(
             plan.folder / EXPORT_FOLDER / f"step-{step}",
             tensors=engine.model_tensors(),
-            pieces=format_of(plan.spec).map_state(plan.model_tensors, args=plan.model_args),
+            slices=format_of(plan.spec).map_state(plan.model_tensors, args=plan.model_args),
             dtype=dtype,
             files=lambda: export_files(
                 spec=plan.spec,
