@@ -10,7 +10,6 @@ import lzma
 import os
 import struct
 import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -235,11 +234,11 @@ def test_json_and_a_readme_among_text_are_text(tmp_path):
     assert sorted(read(write(tmp_path, files))) == sorted(files.values())
 
 
-def test_what_is_left_out_is_said_once_at_every_start(tmp_path):
+def test_what_is_left_out_is_said_once_at_every_start(tmp_path, python):
     """Also by a start that reuses the store; the files of the second are read once more for their hashes only."""
     write(tmp_path / "text", {"a.png": b"\x89PNG\0", "b.txt": PROSE, "c.jsonl.xz": lzma.compress(LINES)})
     options = ["--training.dataset_path=text", "--data.cache_folder=cache", "--training.seq_len=16"]
-    command = [sys.executable, ROOT / "scripts/inspect_data.py", "documents", "--data.prepare_processes=1", *options]
+    command = [python, ROOT / "scripts/inspect_data.py", "documents", "--data.prepare_processes=1", *options]
     for _ in range(2):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
         said = done.stdout + done.stderr

@@ -4,7 +4,6 @@ import hashlib
 import json
 import pickle
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -149,9 +148,9 @@ def test_an_id_of_the_hub_names_the_command_that_downloads_it(tmp_path):
         (["--folder=blocked"], "error: "),
     ],
 )
-def test_training_that_cannot_give_a_tokenizer_is_one_error(tmp_path, words, complaint):
+def test_training_that_cannot_give_a_tokenizer_is_one_error(tmp_path, python, words, complaint):
     write(tmp_path, {"text.txt": "a text", "empty/a.txt": "", "taken": "", "blocked/tokenizer.json/a": ""})
-    command = [sys.executable, ROOT / "scripts/train_tokenizer.py", "--dataset_path=text.txt", "--folder=made", *words]
+    command = [python, ROOT / "scripts/train_tokenizer.py", "--dataset_path=text.txt", "--folder=made", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, complaint in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
     assert not list(tmp_path.rglob("tokenizer_config.json"))

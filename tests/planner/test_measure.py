@@ -6,7 +6,6 @@ Runs scripts/measure_hardware.py, too.
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -60,8 +59,8 @@ def test_a_machine_is_measured_at_least_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [[], ["--ranks=0"], ["--ranks=3"]])
-def test_a_machine_without_a_gpu_is_an_error(words, tmp_path):
-    command = [sys.executable, SCRIPT, tmp_path / "mine.toml", *words]
+def test_a_machine_without_a_gpu_is_an_error(words, tmp_path, python):
+    command = [python, SCRIPT, tmp_path / "mine.toml", *words]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     error = r"error: --ranks=\d: 0 GPUs are visible, and only GPUs are measured; run this where they are, or write .*\n"

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -149,7 +148,7 @@ def test_16384_devices_are_searched_too():
     assert all(each.plan.world_size == 16384 for each in best)
 
 
-def test_what_is_wrong_is_one_clear_line():
+def test_what_is_wrong_is_one_clear_line(python):
     with pytest.raises(ConfigError, match=r"1,000 tokens a step: must be a multiple of training.seq_len 512"):
         planned(tokens=1000)
     with pytest.raises(ConfigError, match=r"no mesh of 7 devices divides the model and 3 sequences a step"):
@@ -158,7 +157,7 @@ def test_what_is_wrong_is_one_clear_line():
         ConfigError, match=r"no mesh of 8 x NVIDIA H100 .* comes closest, and needs [\d,.]+ GiB, mostly st"
     ):
         planned("--model.flavor=405B", "--model.args.n_layers=20", "--training.seq_len=8192")
-    command = [sys.executable, ROOT / "scripts" / "plan.py", DEBUG[19:], "--gpus=8", "--hardware=h99"]
+    command = [python, ROOT / "scripts" / "plan.py", DEBUG[19:], "--gpus=8", "--hardware=h99"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith('error: hardware "h99": unknown; name one of a100, b200')

@@ -19,7 +19,7 @@ STEPS = {"training__steps": 100_000, "validation__enable": False, "checkpoint__i
 class Ranks:
     """Ranks that find each other by environment variables, as srun starts them."""
 
-    def __init__(self, folder: Path, *, count: int, **changes: object) -> None:
+    def __init__(self, folder: Path, *, count: int, python: Path | str = sys.executable, **changes: object) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -31,7 +31,7 @@ class Ranks:
         for rank, path in enumerate(self._logs):
             variables = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
             with path.open("w") as log:
-                command = [sys.executable, "-m", "torchtitan_clone.train", *argv]
+                command = [python, "-m", "torchtitan_clone.train", *argv]
                 process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)
             self.processes.append(process)
 
@@ -70,8 +70,8 @@ def test_all_ranks_end_in_order_after_a_signal(tmp_path):
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_is_one_line_in_the_output_of_the_other(tmp_path, killed):
-    with Ranks(tmp_path, count=2) as ranks:
+def test_a_killed_rank_is_one_line_in_the_output_of_the_other(tmp_path, python, killed):
+    with Ranks(tmp_path, count=2, python=python) as ranks:
         ranks.processes[killed].kill()
         codes = ranks.wait()
         assert codes[1 - killed] == 1
