@@ -12,8 +12,8 @@ import shutil
 import pytest
 
 from tests.support.checkpoint_states import save
-from tests.support.hostile_checkpoints import CheckpointTarget, read, seal, sign
-from tests.support.hostile_folders import HOSTILE_VALUES, run_case
+from tests.support.hostile_checkpoints import CheckpointTarget, part_changes, read, seal, sign
+from tests.support.hostile_folders import HOSTILE_VALUES, garble_random_state, read_header, run_case, write_header
 from torchtitan_clone.checkpoint.folder import (
     CorruptCheckpointError,
     committed_steps,
@@ -153,44 +153,25 @@ def test_a_step_that_is_a_link(step, tmp_path):
     assert reason(step) == "step-10 is a link and not a folder"
 
 
-def swap(one, two, key):
-    """Exchanges a value of two tables or lists."""
-    one[key], two[key] = two[key], one[key]
-
-
-def halve(part):
-    """Makes a part end early."""
-    part[1][0] //= 2
-
-
-PARTS = {
-    "missing": lambda tensors, parts: parts.pop(),
-    "none": lambda tensors, parts: parts.clear(),
-    "twice": lambda tensors, parts: parts.append(parts[0]),
-    "one for the other": lambda tensors, parts: parts.__setitem__(1, parts[0]),
-    "halved": lambda tensors, parts: halve(parts[0]),
-    "shifted": lambda tensors, parts: parts[0].__setitem__(3, parts[0][3] + 4),
-    "moved": lambda tensors, parts: parts[1].__setitem__(0, [1, 0]),
-    "swapped bytes": lambda tensors, parts: swap(*parts, 3),
-    "swapped files": lambda tensors, parts: swap(*parts, 2),
-    "swapped offsets": lambda tensors, parts: swap(*parts, 0),
-    "swapped tensors": lambda tensors, parts: swap(
-        tensors["model/matrix"], tensors["optimizer/matrix/exp_avg"], "parts"
-    ),
-    "tensor missing": lambda tensors, parts: tensors.pop("optimizer/matrix/exp_avg"),
-    "random state missing": lambda tensors, parts: tensors.pop("rng/cpu/0"),
-    "tensor twice": lambda tensors, parts: tensors.update({"model/other": tensors["model/matrix"]}),
-    "tensor of nothing": lambda tensors, parts: tensors.update({"a": {"dtype": "F32", "shape": [1], "parts": []}}),
-    "another dtype": lambda tensors, parts: tensors["model/matrix"].update(dtype="I32"),
-    "transposed": lambda tensors, parts: tensors["model/matrix"].update(shape=[5, 7]),
-}  # fmt: skip
+MATRIX_NAME, MOMENT_NAME = "model/matrix", "optimizer/matrix/exp_avg"
+OTHER_CHANGES = {
+    "random state missing": lambda tensors: tensors.pop("rng/cpu/0"),
+    "tensor of nothing": lambda tensors: tensors.update({"a": {"dtype": "F32", "shape": [1], "parts": []}}),
+}
+PARTS = [
+    "drop a part", "drop all parts", "repeat a part", "replace a part by the other", "halve a part", "shift a part",
+    "shift the bytes", "swap the bytes", "swap the files", "swap the offsets", "swap parts of two tensors",
+    "drop the tensor", "add a tensor", "another dtype", "transpose", *OTHER_CHANGES,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", PARTS)
 def test_parts_that_do_not_cover_each_tensor_once(step, change):
     """All of these are of the right types and have matching digests."""
     index = read(step / "index.json")
-    PARTS[change](index["tensors"], index["tensors"]["model/matrix"]["parts"])
+    tensors = index["tensors"]
+    changes = part_changes(tensors, MATRIX_NAME, MOMENT_NAME, source=random.Random(0))
+    OTHER_CHANGES[change](tensors) if change in OTHER_CHANGES else changes[change]()
     (step / "index.json").write_text(json.dumps(index))
     seal(step)
     assert "index.json" in reason(step, digests=False)
@@ -211,14 +192,14 @@ HEADERS = [
 def test_headers(step):
     path = step / "rank-0.safetensors"
     content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
     for place, value in HEADERS:
-        header = json.loads(content[8 : 8 + length])
+        path.write_bytes(content)
+        header, data = read_header(path)
         put(header, place, value)
-        text = json.dumps(header).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        write_header(path, header, data)
         seal(step)
         assert "rank-0.safetensors" in reason(step, digests=False), (place, value)
+    length = len(content) - len(data) - 8
     for wrong in (0, 1, length - 8, length + 8, len(content), 2**31, 2**63, 2**64 - 1):
         path.write_bytes(wrong.to_bytes(8, "little") + content[8:])
         seal(step)
@@ -226,11 +207,7 @@ def test_headers(step):
 
 
 def test_a_random_state_that_no_generator_accepts(step):
-    path = step / "rank-0.safetensors"
-    content = path.read_bytes()
-    first = 8 + int.from_bytes(content[:8], "little")
-    begin, end = json.loads(content[8:first])["rng/cpu/0"]["data_offsets"]
-    path.write_bytes(content[: first + begin] + b"\xff" * (end - begin) + content[first + end :])
+    garble_random_state(step / "rank-0.safetensors", lambda size: b"\xff" * size)
     seal(step)
     assert "rng/cpu/0 is not the state of a random number generator" in reason(step)
 

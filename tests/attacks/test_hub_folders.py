@@ -7,7 +7,6 @@ torchtitan_clone/data/tokenizer.py.
 import json
 import os
 import shutil
-import struct
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer, models
 
 from scripts.convert_from_hf import convert
 from tests.support.harness import run_ranks
+from tests.support.hostile_folders import write_header
 from tests.support.runs import exit_codes, options
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
@@ -58,9 +58,7 @@ def pipe(folder, name):
 
 
 def header(folder, text, *, size=None, data=bytes(8)):
-    content = text.encode() if isinstance(text, str) else json.dumps(text).encode()
-    length = len(content) if size is None else size
-    (folder / FILES[0]).write_bytes(struct.pack("<Q", length) + content + data)
+    write_header(folder / FILES[0], text, data, length=size)
 
 
 def entry(*, dtype="F32", shape=(2,), span=(0, 8)):

@@ -16,6 +16,11 @@ from tests.support.hostile_folders import (
     Kind,
     damage_file,
     damage_json,
+    damage_length,
+    garble_random_state,
+    read_header,
+    swap,
+    write_header,
 )
 from tests.support.runs import losses, make_corpus, options, train
 from torchtitan_clone.checkpoint.writer import DIGEST, DIGESTS
@@ -23,6 +28,7 @@ from torchtitan_clone.checkpoint.writer import DIGEST, DIGESTS
 STEPS = (3, 6)
 LAST_STEP = 8
 DOCUMENTS = ("manifest.json", "index.json", "progress.json", "versions.json")
+Changes = dict[str, Callable[[], object]]
 TENSOR_FILES = ("rank-0.safetensors", "rank-1.safetensors")
 
 
@@ -178,36 +184,41 @@ def _change_index(folder: Path, change: Callable[[dict[str, Any]], str]) -> str:
     return done
 
 
+def part_changes(tensors: dict[str, Any], name: str, other: str, *, source: random.Random) -> Changes:
+    """Returns changes to the parts of a tensor in an index; `other` is one of the same shape, if there is one."""
+    parts = tensors[name]["parts"]
+    offset, size, _, begin = part = source.choice(parts)
+    return {
+        "drop a part": lambda: parts.remove(part),
+        "drop all parts": parts.clear,
+        "repeat a part": lambda: parts.append(part),
+        "replace a part by the other": lambda: part.__setitem__(slice(None), parts[1 - parts.index(part)]),
+        "halve a part": lambda: size.__setitem__(0, size[0] // 2),
+        "halve the tensor": lambda: tensors[name]["shape"].__setitem__(0, tensors[name]["shape"][0] // 2),
+        "double a part": lambda: size.__setitem__(0, size[0] * 2),
+        "shift a part": lambda: offset.__setitem__(0, offset[0] + source.choice((-1, 1, 7))),
+        "shift the bytes": lambda: part.__setitem__(3, begin + source.choice((-4, 4, 1, 64, 2**70, -(2**70)))),
+        "swap the bytes": lambda: swap(parts[0], parts[1], 3),
+        "swap the files": lambda: swap(parts[0], parts[1], 2),
+        "swap the offsets": lambda: swap(parts[0], parts[1], 0),
+        "swap two tensors": lambda: swap(tensors, tensors, name, other),
+        "swap parts of two tensors": lambda: swap(tensors[name], tensors[other], "parts"),
+        "drop the tensor": lambda: tensors.pop(name),
+        "add a tensor": lambda: tensors.update({"model/other": tensors[name]}),
+        "rename the tensor": lambda: tensors.update({f"{name}x": tensors.pop(name)}),
+        "another dtype": lambda: tensors[name].update(dtype=source.choice(("I32", "BF16", "F128", "U8"))),
+        "transpose": tensors[name]["shape"].reverse,
+        "reversed parts": parts.reverse,  # harmless
+    }
+
+
 def change_parts(folder: Path, source: random.Random) -> str:
     """Drops, halves, swaps, shifts or repeats parts of a tensor."""
 
     def change(tensors: dict[str, Any]) -> str:
         name, other = source.sample([name for name in tensors if len(tensors[name]["parts"]) > 1], 2)
-        parts = tensors[name]["parts"]
-        offset, size, _, begin = part = source.choice(parts)
         same = [each for each in tensors if each != name and tensors[each]["shape"] == tensors[name]["shape"]]
-        changes: dict[str, Callable[[], object]] = {
-            "drop a part": lambda: parts.remove(part),
-            "drop all parts": parts.clear,
-            "repeat a part": lambda: parts.append(part),
-            "replace a part by the other": lambda: part.__setitem__(slice(None), parts[1 - parts.index(part)]),
-            "halve a part": lambda: size.__setitem__(0, size[0] // 2),
-            "halve the tensor": lambda: tensors[name]["shape"].__setitem__(0, tensors[name]["shape"][0] // 2),
-            "double a part": lambda: size.__setitem__(0, size[0] * 2),
-            "shift a part": lambda: offset.__setitem__(0, offset[0] + source.choice((-1, 1, 7))),
-            "shift the bytes": lambda: part.__setitem__(3, begin + source.choice((-4, 4, 1, 64, 2**70, -(2**70)))),
-            "swap the bytes": lambda: _swap(parts[0], parts[1], 3),
-            "swap the files": lambda: _swap(parts[0], parts[1], 2),
-            "swap the offsets": lambda: _swap(parts[0], parts[1], 0),
-            "swap two tensors": lambda: _swap(tensors, tensors, name, source.choice(same or [other])),
-            "swap parts of two tensors": lambda: _swap(tensors[name], tensors[(same or [other])[0]], "parts"),
-            "drop the tensor": lambda: tensors.pop(name),
-            "add a tensor": lambda: tensors.update({"model/other": tensors[name]}),
-            "rename the tensor": lambda: tensors.update({f"{name}x": tensors.pop(name)}),
-            "another dtype": lambda: tensors[name].update(dtype=source.choice(("I32", "BF16", "F128", "U8"))),
-            "transpose": tensors[name]["shape"].reverse,
-            "reversed parts": parts.reverse,  # harmless
-        }
+        changes = part_changes(tensors, name, source.choice(same or [other]), source=source)
         action = source.choice(list(changes))
         changes[action]()
         return f"{action}: {name}"
@@ -215,26 +226,17 @@ def change_parts(folder: Path, source: random.Random) -> str:
     return _change_index(folder, change)
 
 
-def _swap(one: Any, two: Any, key: Any, other: Any = None) -> None:
-    other = key if other is None else other
-    one[key], two[other] = two[other], one[key]
-
-
 def change_header(folder: Path, source: random.Random) -> str:
     """Changes the header of a safetensors file; the manifest agrees with it."""
     path = newest(folder) / source.choice(TENSOR_FILES)
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    scratch = path.with_name("scratch.json")
-    done = "another length"
     if source.random() < 0.2:
-        length = source.choice((0, 1, length - 8, length + 8, 2**31, 2**63, 2**64 - 1))
-        path.write_bytes(length.to_bytes(8, "little") + content[8:])
+        done = damage_length(path, source)
     else:
+        header, data = read_header(path)
+        scratch = path.with_name("scratch.json")
         name, other = source.sample([name for name in header if name != "__metadata__"], 2)
         if source.random() < 0.4:
-            _swap(header[name], header[other], source.choice(("data_offsets", "dtype", "shape")))
+            swap(header[name], header[other], source.choice(("data_offsets", "dtype", "shape")))
             done = "swapped"
             scratch.write_text(json.dumps(header))
         else:
@@ -243,8 +245,7 @@ def change_header(folder: Path, source: random.Random) -> str:
             rest = {each: value for each, value in header.items() if each not in (name, "__metadata__")}
             scratch.write_bytes(scratch.read_bytes().rstrip()[:-1] + b", " + json.dumps(rest).encode()[1:])
         text = scratch.read_bytes()
-        text += b" " * (-len(text) % 8)
-        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        write_header(path, text + b" " * (-len(text) % 8), data)
         scratch.unlink()
     seal(newest(folder))
     return f"header of {path.name}: {done}"
@@ -266,7 +267,7 @@ def change_steps(folder: Path, source: random.Random) -> str:
         of_progress()
         of_manifest()
 
-    actions: dict[str, Callable[[], object]] = {
+    actions: Changes = {
         "progress": of_progress,
         "manifest": of_manifest,
         "progress and manifest": of_both,
@@ -291,7 +292,7 @@ def add_folders(folder: Path, source: random.Random) -> str:
         "step-7.purged", "step-7.bad-x", "step--1", "step-7\n", "step-1e3",
     )  # fmt: skip
     path = checkpoint / source.choice(names)
-    actions: dict[str, Callable[[], object]] = {
+    actions: Changes = {
         "empty": path.mkdir,
         "a link to the step": lambda: path.symlink_to(step),
         "a link to /": lambda: path.symlink_to("/"),
@@ -306,12 +307,9 @@ def add_folders(folder: Path, source: random.Random) -> str:
 
 def change_random_state(folder: Path, source: random.Random) -> str:
     """Replaces the state of the random number generator by bytes that torch refuses."""
+    is_ones = source.random() < 0.5
     path = newest(folder) / "rank-0.safetensors"
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    begin, end = json.loads(content[8:start])["rng/cpu/0"]["data_offsets"]
-    garbage = b"\xff" * (end - begin) if source.random() < 0.5 else source.randbytes(end - begin)
-    path.write_bytes(content[: start + begin] + garbage + content[start + end :])
+    garble_random_state(path, lambda size: b"\xff" * size if is_ones else source.randbytes(size))
     seal(newest(folder))
     return "random state is garbage"
 

@@ -145,8 +145,7 @@ def damage_json(path: Path, source: random.Random) -> str:
     if action == "delete":
         del container[key]
     elif action == "swap" and len(container) > 1:
-        other = source.choice([each for each, _ in _items(container) if each != key])
-        container[key], container[other] = container[other], container[key]
+        swap(container, container, key, source.choice([each for each, _ in _items(container) if each != key]))
     elif action == "insert" and isinstance(container, dict):
         container[_MARK] = container[key]
     elif action == "insert":
@@ -193,6 +192,45 @@ def damage_file(path: Path, source: random.Random) -> str:
     path.unlink()
     kinds[name]()
     return f"{path.name} is {name}"
+
+
+def swap(one: Any, two: Any, key: Any, other: Any = None) -> None:
+    """Exchanges a value of two tables or lists."""
+    other = key if other is None else other
+    one[key], two[other] = two[other], one[key]
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Returns the header of a file of safetensors, and the bytes after it."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:start]), content[start:]
+
+
+def write_header(path: Path, header: object, data: bytes, *, length: int | None = None) -> None:
+    """Writes a file of safetensors, of which the header may be JSON or raw text, and state another length."""
+    text = (
+        header if isinstance(header, bytes) else str.encode(header if isinstance(header, str) else json.dumps(header))
+    )
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+
+
+def damage_length(path: Path, source: random.Random) -> str:
+    """Lets a file of safetensors state another length of its header; returns what was done."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    length = source.choice((0, 1, size - 8, size - 1, size + 8, 2**31, 2**63, 2**64 - 1))
+    path.write_bytes(length.to_bytes(8, "little") + content[8:])
+    return f"the length of the header becomes {length}"
+
+
+def garble_random_state(path: Path, garbage: Callable[[int], bytes]) -> None:
+    """Replaces the state of the random number generator of the CPU in a rank's file."""
+    header, data = read_header(path)
+    begin, end = header["rng/cpu/0"]["data_offsets"]
+    content = path.read_bytes()
+    start = len(content) - len(data)
+    path.write_bytes(content[: start + begin] + garbage(end - begin) + content[start + end :])
 
 
 def _bind(path: Path) -> None:

@@ -5,13 +5,22 @@ import json
 import os
 import random
 import shutil
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import zstandard
 
-from tests.support.hostile_folders import HARMLESS, HOSTILE_VALUES, SECRET, Kind, damage_file, damage_json
+from tests.support.hostile_folders import (
+    HARMLESS,
+    HOSTILE_VALUES,
+    SECRET,
+    Kind,
+    damage_file,
+    damage_json,
+    damage_length,
+    read_header,
+    write_header,
+)
 from tests.support.runs import losses, make_corpus, options, train
 
 HUB_DOCUMENTS = ("config.json", "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json")
@@ -109,18 +118,15 @@ def damage_tokenizer(folder: Path, source: random.Random) -> str:
 
 def damage_header(folder: Path, source: random.Random) -> str:
     """Changes a value of the header of a file of weights, or its length."""
-    content = (path := folder / "hub" / f"model-{source.randrange(2)}.safetensors").read_bytes()
-    size = int.from_bytes(content[:8], "little")
+    path = folder / "hub" / f"model-{source.randrange(2)}.safetensors"
     if source.random() < 0.2:
-        length = source.choice((0, 1, size - 1, size + 8, 2**31, 2**63))
-        path.write_bytes(struct.pack("<Q", length) + content[8:])
-        return f"{path.name}: the length of the header becomes {length}"
+        return f"{path.name}: {damage_length(path, source)}"
+    header, data = read_header(path)
     scratch = folder / "hub" / "scratch"
-    scratch.write_bytes(content[8 : 8 + size])
+    scratch.write_text(json.dumps(header))
     done = damage_json(scratch, source)
-    header = scratch.read_bytes()
+    write_header(path, scratch.read_bytes(), data)
     scratch.unlink()
-    path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + size :])
     return f"{path.name}: {done}"
 
 
