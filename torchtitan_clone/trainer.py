@@ -235,7 +235,6 @@ class Trainer:
             plan, dataset=self._run.dataset, rank=self._launch.rank, position=position
         )
         gc.collect()  # modules and their hooks refer to one another
-        self._metrics.flops_per_token, self._metrics.tokens_per_step = plan.flops_per_token, plan.tokens_per_step
         self._metrics.log_event(state.step, describe_phase(plan), seconds=time.perf_counter() - start)
         self._metrics.restart_interval()
         return True

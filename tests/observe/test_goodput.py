@@ -77,9 +77,8 @@ def test_a_process_that_dies_before_its_first_step_forgets_nothing(tmp_path):
     )
     found = []
     for started in (1150.0, time.time()):
-        sizes = {"total_steps": 100, "tokens_per_step": 1, "flops_per_token": 1.0, "peak_flops": None}
         metrics = MetricsWriter(
-            Metrics(), folder=tmp_path, rank=0, **sizes, run_config={}, environment={}, started=started,
+            Metrics(), folder=tmp_path, rank=0, total_steps=100, run_config={}, environment={}, started=started,
             ensure_folder=lambda: None,
         )  # fmt: skip
         metrics.start(after_step=15)

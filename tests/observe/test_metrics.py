@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
-from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, check_metrics
+from torchtitan_clone.observe.metrics import MetricsWriter, check_metrics, speed_columns
 
 ROW_KEYS = {
     *(
@@ -40,9 +40,6 @@ def writer(
 ) -> MetricsWriter:
     options = {
         "total_steps": 100,
-        "tokens_per_step": 1000,
-        "flops_per_token": 3e9,
-        "peak_flops": 24e12,
         "run_config": {"training": {"steps": 100}},
         "environment": {"torch": "2.13"},
         "started": time.time(),
@@ -53,7 +50,10 @@ def writer(
     return built
 
 
-def record(step: int, **changes: float) -> StepRecord:
+SPEED = {"tokens": 1000, "seconds": 0.5, "flops_per_token": 3e9, "peak_flops": 24e12}
+
+
+def columns(step: int, *, speed: dict[str, float | None] = SPEED, **changes: float) -> dict[str, float]:
     values = {
         "loss": 5.0 - step / 10,
         "grad_norm": 1.5,
@@ -65,7 +65,7 @@ def record(step: int, **changes: float) -> StepRecord:
         "memory_gib": 1.25,
         "skipped_steps": 0,
     }
-    return StepRecord(step=step, **values | changes)
+    return values | speed_columns(**speed) | changes
 
 
 def rows(folder: Path) -> list[dict]:
@@ -75,7 +75,7 @@ def rows(folder: Path) -> list[dict]:
 def log_steps(folder: Path, steps: range, **options: object) -> None:
     metrics = writer(folder, **options)
     for step in steps:
-        metrics.log(record(step))
+        metrics.log(step, columns(step))
     metrics.close()
 
 
@@ -91,7 +91,7 @@ def test_row_of_a_step(tmp_path):
 
 def test_mfu_is_omitted_if_the_peak_is_unknown(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        log_steps(tmp_path, range(1, 2), peak_flops=None)
+        writer(tmp_path).log(1, columns(1, speed=SPEED | {"peak_flops": None}))
     assert set(rows(tmp_path)[0]) == ROW_KEYS - {"mfu_percent"}
     assert "MFU" not in caplog.text
 
@@ -99,7 +99,7 @@ def test_mfu_is_omitted_if_the_peak_is_unknown(tmp_path, caplog):
 def test_console_line_of_a_step(tmp_path, caplog):
     metrics = writer(tmp_path)
     with caplog.at_level(logging.INFO):
-        metrics.log(record(20, skipped_steps=2))
+        metrics.log(20, columns(20, skipped_steps=2))
     assert caplog.messages == [
         "step 20/100  loss 3.0000  grad norm 1.5  lr 8.00e-04  2,000 tokens/s  6 TFLOP/s  MFU 25.0 %  "
         "memory 1.25 GiB  data wait 10.0%  ETA 0:00:40  skipped 2"
@@ -109,7 +109,7 @@ def test_console_line_of_a_step(tmp_path, caplog):
 def test_auxiliary_losses_are_columns_by_name(tmp_path, caplog):
     metrics = writer(tmp_path, metrics=Metrics(enable_tensorboard=True))
     with caplog.at_level(logging.INFO):
-        metrics.log(record(1, auxiliary={"load_balance": 0.01, "z_loss": 0.25}))
+        metrics.log(1, columns(1, **{"auxiliary/load_balance": 0.01, "auxiliary/z_loss": 0.25}))
     metrics.close()
     (row,) = rows(tmp_path)
     assert set(row) == ROW_KEYS | {"auxiliary/load_balance", "auxiliary/z_loss"}
@@ -123,7 +123,7 @@ def test_times_are_means_over_the_steps_since_the_last_row(tmp_path):
 
     def log(step: int) -> None:
         step_seconds, data_seconds = metrics.mean_seconds()
-        metrics.log(record(step, step_seconds=step_seconds, data_seconds=data_seconds))
+        metrics.log(step, columns(step, step_seconds=step_seconds, data_seconds=data_seconds))
 
     metrics.observe_step(1, data_seconds=100.0, by_source={})
     before = time.perf_counter()
@@ -151,9 +151,9 @@ def test_losses_by_source_are_means_over_the_steps_since_the_last_row(tmp_path):
     metrics.observe_step(3, data_seconds=0.0, by_source={"web": (50.0, 1, 1)})
     metrics.forget(after_step=2)
     metrics.observe_step(3, data_seconds=0.0, by_source={"web": (7.0, 2, 1), "code": (1.0, 1, 1)})
-    metrics.log(record(3))
+    metrics.log(3, columns(3))
     metrics.observe_step(4, data_seconds=0.0, by_source={"web": (5.0, 1, 1)})
-    metrics.log(record(4))
+    metrics.log(4, columns(4))
     found = [{key: row[key] for key in row if key.startswith("loss/")} for row in rows(tmp_path)]
     assert found == [{"loss/web": 3.0, "loss/code": 1.0}, {"loss/web": 5.0}]
 
@@ -181,7 +181,7 @@ def test_validation_and_event_rows(tmp_path, caplog):
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_non_finite_values_are_null(tmp_path, loss):
     metrics = writer(tmp_path)
-    metrics.log(record(1, loss=loss, grad_norm=loss))
+    metrics.log(1, columns(1, loss=loss, grad_norm=loss))
     (row,) = rows(tmp_path)
     assert row["loss"] is None
     assert row["grad_norm"] is None
@@ -197,10 +197,10 @@ def test_rows_of_repeated_and_rolled_back_steps_are_dropped(tmp_path):
     log_steps(tmp_path, range(1, 9))
     metrics = writer(tmp_path, resume_step=20, lost={7, 8})
     for step in (21, 22, 23):
-        metrics.log(record(step))
+        metrics.log(step, columns(step))
     metrics.forget(after_step=21)
     metrics.forget(after_step=21)
-    metrics.log(record(22, loss=1.0))
+    metrics.log(22, columns(22, loss=1.0))
     metrics.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6, 21, 22]
     assert rows(tmp_path)[-1]["loss"] == 1.0
@@ -210,11 +210,11 @@ def test_resume_drops_the_incomplete_line_of_a_killed_process(tmp_path):
     program = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_metrics import record, writer
+from test_metrics import columns, writer
 from pathlib import Path
 metrics = writer(Path({str(tmp_path)!r}))
 for step in range(1, 4):
-    metrics.log(record(step))
+    metrics.log(step, columns(step))
 metrics.sinks[0].stream.write('{{"step": 3, "lo')
 metrics.sinks[0].stream.flush()
 os.kill(os.getpid(), 9)
@@ -231,14 +231,14 @@ def test_full_disk_loses_rows_but_not_the_run(tmp_path):
     program = f"""
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_metrics import record, writer
+from test_metrics import columns, writer
 from pathlib import Path
 from torchtitan_clone.observe.logging import setup_logging
 setup_logging(rank=0, color=False)
 metrics = writer(Path({str(tmp_path)!r}))
 for step, size in ((1, 10_000), (2, 300), (3, 10_000)):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-    metrics.log(record(step))
+    metrics.log(step, columns(step))
 metrics.close()
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -256,7 +256,7 @@ def test_a_full_disk_keeps_rows_but_does_not_stop_a_resume(tmp_path, caplog):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "metrics cannot be written: [Errno 27] File too large" in caplog.text
     assert "dropped" not in caplog.text
-    metrics.log(record(3))
+    metrics.log(3, columns(3))
     metrics.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 3]
 
@@ -277,7 +277,7 @@ def test_tensorboard_curve_is_continuous_after_a_resume(tmp_path):
 
 def test_every_tag_of_tensorboard_is_in_a_group(tmp_path):
     metrics = writer(tmp_path, metrics=Metrics(enable_tensorboard=True))
-    metrics.log(record(1, auxiliary={"z_loss": 0.25}, skipped_steps=1))
+    metrics.log(1, columns(1, **{"auxiliary/z_loss": 0.25}, skipped_steps=1))
     metrics.log_validation(1, 2.5, bits_per_byte=1.1, seconds=2.0)
     metrics.log_event(1, "checkpoint saved", seconds=3.0)
     metrics.log_event(1, "mesh pp 2 x tp 1", seconds=3.0)
@@ -315,9 +315,10 @@ def test_every_tag_of_tensorboard_is_in_a_group(tmp_path):
 def test_numbers_of_a_line_have_units_in_which_they_can_be_read(
     tmp_path, caplog, tokens_per_step, flops_per_token, norm, shown
 ):
-    metrics = writer(tmp_path, tokens_per_step=tokens_per_step, flops_per_token=flops_per_token, peak_flops=None)
+    metrics = writer(tmp_path)
+    speed = {"tokens": tokens_per_step, "seconds": 0.5, "flops_per_token": flops_per_token, "peak_flops": None}
     with caplog.at_level(logging.INFO):
-        metrics.log(record(1, grad_norm=norm))
+        metrics.log(1, columns(1, speed=speed, grad_norm=norm))
         metrics.log_event(1, "weights exported", seconds=12345.6, size_gib=0.25)
     assert f"{shown}  memory" in caplog.messages[0]
     assert caplog.messages[1] == "step 1  weights exported  seconds 12,346  size_gib 0.25"
@@ -332,8 +333,7 @@ from pathlib import Path
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.metrics import MetricsWriter
 MetricsWriter(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, total_steps=1,
-              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, environment={{}}, started=0.0,
-              ensure_folder=lambda: None).start(after_step=0)
+              run_config={{}}, environment={{}}, started=0.0, ensure_folder=lambda: None).start(after_step=0)
 print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys.modules])
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -356,7 +356,7 @@ def test_wandb_keeps_its_id_over_a_resume(tmp_path, monkeypatch):
     for resume_step in (0, 5):
         run = writer(tmp_path, metrics=metrics, resume_step=resume_step)
         ids.append(run.sinks[1].run.id)
-        run.log(record(resume_step + 1))
+        run.log(resume_step + 1, columns(resume_step + 1))
         run.close()
     assert ids == [(tmp_path / "wandb_id").read_text()] * 2
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))) == 2
@@ -425,14 +425,14 @@ import sys
 import time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from test_metrics import record, writer
+from test_metrics import columns, writer
 from torchtitan_clone.observe.logging import setup_logging
 setup_logging(rank=0, color=False)
 metrics = writer(Path({folder!r}), total_steps=6)
 for step in range(1, 7):
     metrics.progress(step)
     if step % 2 == 0:
-        metrics.log(record(step))
+        metrics.log(step, columns(step))
 metrics.close()
 """
 

@@ -9,6 +9,11 @@ from tests.support.runs import Row, options, rows, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
 
+COLUMNS = [
+    "step", "loss", "grad_norm", "clipped", "lr", "tokens_seen", "step_seconds", "data_seconds", "memory_gib",
+    "skipped_steps", "tokens_per_second", "tflops_per_second", "time",
+]  # fmt: skip
+"""In the order of a row, which scripts of users may rely on."""
 SHORT = {"training__steps": 4, "lr_scheduler__warmup_steps": 4}
 
 
@@ -32,6 +37,7 @@ def test_rows_of_steps_follow_from_the_plan(corpus, tmp_path):
     assert [row["clipped"] for row in steps] == [row["grad_norm"] > max_norm for row in steps]
     assert {row["clipped"] for row in steps} == {True, False}
     for row in steps:
+        assert list(row) == COLUMNS
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(plan.tokens_per_step)
         flops = plan.tokens_per_step * plan.flops_per_token
         assert row["tflops_per_second"] * row["step_seconds"] == pytest.approx(flops / 1e12)

@@ -44,66 +44,16 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 METRICS_FILE = "metrics.jsonl"
+AUXILIARY = "auxiliary/"
+"""Prefix of the columns of additional loss terms, which the console shows too."""
 _WANDB_ID = re.compile(rb"\w{1,64}")
 Value = float | str | None
 """A column of a row; None stands for a number that is not finite."""
+Columns = Mapping[str, Value]
+"""Named values of one step or event: whoever measures a value adds its column, as run/measuring.py does for a step.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Named values of one step, as one line of metrics.jsonl."""
-
-    step: int
-    time: float
-    """Time of logging, in seconds since the epoch."""
-    values: Mapping[str, Value]
-
-    def to_json(self) -> str:
-        return json.dumps({"step": self.step, **self.values, "time": self.time}, allow_nan=False)
-
-    def numbers(self) -> dict[str, float]:
-        numbers = {key: value for key, value in self.values.items() if isinstance(value, int | float)}
-        return {key: value for key, value in numbers.items() if not isinstance(value, bool)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """Metrics of a logged step; times are means over the steps since the last logged step."""
-
-    step: int
-    """Number of completed steps, from 1."""
-    loss: float
-    """Mean over the target tokens of the global batch, in nats."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    clipped: bool
-    """Whether the gradients were scaled down to training.max_norm."""
-    lr: float
-    tokens_seen: int
-    """Tokens of all ranks since step 1 of the run."""
-    step_seconds: float
-    data_seconds: float
-    """Portion of step_seconds spent waiting for data."""
-    memory_gib: float
-    """Peak memory of this rank's device; on CPU, of the process."""
-    skipped_steps: int
-    """Steps of the run that were skipped for a non-finite loss or gradient norm."""
-    batch: int | None = None
-    """Number of the global batch in data.stages; not logged for a run without a mixture."""
-    auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Additional loss terms per target token, by name; logged as columns auxiliary/<name>."""
-    router: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Statistics of the load of experts, by name; logged as columns router/<name>."""
-    tokens: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Tokens that were trained of each source; logged as columns tokens/<name>."""
-    epochs: Mapping[str, float] = field(default_factory=dict[str, float])
-    """How many times each local source was read; logged as columns epochs/<name>."""
-
-    def columns(self) -> dict[str, Value]:
-        groups = ("auxiliary", "router", "tokens", "epochs")
-        unset = ("step", *groups, *(["batch"] if self.batch is None else []))
-        columns = {key: value for key, value in vars(self).items() if key not in unset}
-        return columns | {f"{group}/{name}": value for group in groups for name, value in getattr(self, group).items()}
+A row is its columns between `step` and `time`, the time of logging in seconds since the epoch.
+"""
 
 
 @dataclass
@@ -115,12 +65,21 @@ class _Interval:
     """Of each step since the last logged one; restart_interval() keeps them."""
 
 
+def speed_columns(*, tokens: int, seconds: float, flops_per_token: float, peak_flops: float | None) -> dict[str, float]:
+    """Returns the columns of speed over all ranks of a step of so many tokens; without MFU if the peak is not known.
+
+    `peak_flops` is the sum of all devices, in FLOPs per second.
+    """
+    flops_per_second = tokens / seconds * flops_per_token
+    columns = {"tokens_per_second": tokens / seconds, "tflops_per_second": flops_per_second / 1e12}
+    return columns if peak_flops is None else columns | {"mfu_percent": 100 * flops_per_second / peak_flops}
+
+
 class MetricsWriter:
     """Logs metrics on rank 0 to the console and to sinks in the run's `folder`; call `start` before logging.
 
-    tokens_per_step is over all ranks; peak_flops sums all devices, None: MFU is not logged; `started` is epoch seconds.
     `ensure_folder` is called before each row, and recreates the folder if it is gone. `environment` describes this
-    process in starts.jsonl.
+    process, which began at `started` (seconds since the epoch), in starts.jsonl.
     """
 
     def __init__(
@@ -130,9 +89,6 @@ class MetricsWriter:
         folder: Path,
         rank: int,
         total_steps: int,
-        tokens_per_step: int,
-        flops_per_token: float,
-        peak_flops: float | None,
         run_config: dict[str, object],
         environment: Mapping[str, object],
         started: float,
@@ -148,9 +104,6 @@ class MetricsWriter:
         self._newest_step = 0
         self._interval = _Interval()
         self._total_steps = total_steps
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
         self._bar: tqdm | None = None
         self._opened = contextlib.ExitStack()
 
@@ -195,13 +148,12 @@ class MetricsWriter:
         seconds = time.perf_counter() - interval.start
         return seconds / interval.num_steps, interval.data_seconds / interval.num_steps
 
-    def log(self, record: StepRecord) -> None:
-        """Logs a training step and starts a new averaging interval."""
+    def log(self, step: int, columns: Mapping[str, float]) -> None:
+        """Logs a training step, with the losses by source since the last one, and starts a new averaging interval."""
         if self.active:
-            rates = self._rates(record)
-            logger.info(_step_line(record, rates=rates, total_steps=self._total_steps))
+            logger.info(_step_line(step, columns, total_steps=self._total_steps))
             by_source = reduce(add_totals, self._interval.by_source.values(), {})
-            self._write(record.step, record.columns() | rates | source_columns(by_source))
+            self._write(step, {**columns, **source_columns(by_source)})
         self._interval = _Interval()
 
     def log_validation(self, step: int, loss: float, **values: float) -> None:
@@ -232,16 +184,8 @@ class MetricsWriter:
         for sink in self.sinks:
             ignore_disk_errors(sink.close)
 
-    def _rates(self, record: StepRecord) -> dict[str, float]:
-        tokens_per_second = self.tokens_per_step / record.step_seconds
-        flops_per_second = tokens_per_second * self.flops_per_token
-        rates = {"tokens_per_second": tokens_per_second, "tflops_per_second": flops_per_second / 1e12}
-        if self._peak_flops is not None:
-            rates["mfu_percent"] = 100 * flops_per_second / self._peak_flops
-        return rates
-
-    def _write(self, step: int, values: Mapping[str, Value]) -> None:
-        row = Row(step=step, time=time.time(), values={key: _finite(value) for key, value in values.items()})
+    def _write(self, step: int, columns: Columns) -> None:
+        row = {"step": step, **{name: _finite(value) for name, value in columns.items()}, "time": time.time()}
         self._newest_step = max(self._newest_step, step)
         self._ensure_folder()
         for sink in self.sinks:
@@ -304,11 +248,11 @@ class _JsonLines:
             write_atomically(self.file, b"".join(kept))
             logger.info("%s: dropped %s rows of steps that will be repeated", self.file, f"{dropped:,}")
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Columns) -> None:
         if self.stream.closed or not self.file.exists():  # by forget(), or deleted while training
             self.stream.close()
             self.stream = open_to_append(self.file)
-        self.stream.write(row.to_json() + "\n")
+        self.stream.write(json.dumps(row, allow_nan=False) + "\n")
         self.stream.flush()
 
     def close(self) -> None:
@@ -328,18 +272,20 @@ class _TensorBoard:
         self.writer = None
         self.resume_step = after_step
 
-    def write(self, row: Row) -> None:
+    def write(self, row: Columns) -> None:
+        numbers = _numbers(row)
+        step, seconds = int(numbers.pop("step")), numbers.pop("time")
         if self.writer is not None and not self.folder.exists():  # deleted while training
             with contextlib.suppress(OSError):  # its file is gone
                 self.writer.close()
-            self.writer, self.resume_step = None, row.step - 1
+            self.writer, self.resume_step = None, step - 1
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter  # takes 0.15 s, so after the first step
 
             self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
-        for key, value in row.numbers().items():
-            tag = _tag(key, event=row.values.get("event"))
-            self.writer.add_scalar(tag, value, global_step=row.step, walltime=row.time)
+        for column, value in numbers.items():
+            tag = _tag(column, event=row.get("event"))
+            self.writer.add_scalar(tag, value, global_step=step, walltime=seconds)
 
     def close(self) -> None:
         if self.writer is not None:
@@ -379,8 +325,10 @@ class _WeightsAndBiases:
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
         """Does nothing: rows that were sent cannot be removed."""
 
-    def write(self, row: Row) -> None:
-        self.run.log({**row.numbers(), "step": row.step})
+    def write(self, row: Columns) -> None:
+        numbers = _numbers(row)
+        del numbers["time"]  # wandb has its own
+        self.run.log(numbers)
 
     def close(self) -> None:
         self.run.finish()
@@ -418,6 +366,11 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
+def _numbers(row: Columns) -> dict[str, float]:
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if not isinstance(value, bool)}
+
+
 def _finite(value: Value) -> Value:
     """Returns None for NaN and infinity, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -434,19 +387,21 @@ def _number(value: float, digits: int) -> str:
     return f"{value:,.0f}" if "e+" in text and abs(value) < 1e12 else text
 
 
-def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: int) -> str:
-    columns = [
-        f"step {record.step:,}/{total_steps:,}",
-        f"loss {record.loss:.4f}",
-        *(f"{name} {_number(value, 4)}" for name, value in record.auxiliary.items()),
-        f"grad norm {_number(record.grad_norm, 3)}",
-        f"lr {record.lr:.2e}",
-        f"{speed:,.0f} tokens/s" if (speed := rates["tokens_per_second"]) >= 100 else f"{speed:.3g} tokens/s",
-        format_flops(1e12 * rates["tflops_per_second"]),
-        f"MFU {rates['mfu_percent']:.1f} %" if "mfu_percent" in rates else "",
-        f"memory {record.memory_gib:.2f} GiB",
-        f"data wait {record.data_seconds / record.step_seconds:.1%}",
-        f"ETA {timedelta(seconds=round((total_steps - record.step) * record.step_seconds))}",
-        f"skipped {record.skipped_steps:,}" if record.skipped_steps else "",
+def _step_line(step: int, columns: Mapping[str, float], *, total_steps: int) -> str:
+    seconds, speed, skipped = columns["step_seconds"], columns["tokens_per_second"], columns["skipped_steps"]
+    auxiliary = {name: value for name, value in columns.items() if name.startswith(AUXILIARY)}
+    texts = [
+        f"step {step:,}/{total_steps:,}",
+        f"loss {columns['loss']:.4f}",
+        *(f"{name.removeprefix(AUXILIARY)} {_number(value, 4)}" for name, value in auxiliary.items()),
+        f"grad norm {_number(columns['grad_norm'], 3)}",
+        f"lr {columns['lr']:.2e}",
+        f"{speed:,.0f} tokens/s" if speed >= 100 else f"{speed:.3g} tokens/s",
+        format_flops(1e12 * columns["tflops_per_second"]),
+        f"MFU {columns['mfu_percent']:.1f} %" if "mfu_percent" in columns else "",
+        f"memory {columns['memory_gib']:.2f} GiB",
+        f"data wait {columns['data_seconds'] / seconds:.1%}",
+        f"ETA {timedelta(seconds=round((total_steps - step) * seconds))}",
+        f"skipped {skipped:,}" if skipped else "",
     ]
-    return "  ".join(filter(None, columns))
+    return "  ".join(filter(None, texts))

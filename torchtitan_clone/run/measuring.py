@@ -4,6 +4,7 @@ import logging
 import platform
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, astuple
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from torchtitan_clone.models.balancing import load_statistics
 from torchtitan_clone.observe.flops import peak_flops_per_second
-from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord
+from torchtitan_clone.observe.metrics import AUXILIARY, MetricsWriter, speed_columns
 from torchtitan_clone.observe.profiling import peak_memory_gib
 from torchtitan_clone.observe.records import (
     BREAKDOWNS_FILE,
@@ -40,20 +41,15 @@ def build_run_metrics(
 ) -> MetricsWriter:
     """Builds the metrics writer of a run; `age_seconds` is the age of the process. Rank 0 has a `folder`."""
     config = plan.config
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if launch.rank == 0:
         _record_pipeline(plan)
-    peak = peak_flops_per_second(name, dtype=config.training.mixed_precision_param)
     return MetricsWriter(
         config.metrics,
         folder=plan.output_folder,
         rank=launch.rank,
         total_steps=config.training.steps,
-        tokens_per_step=plan.tokens_per_step,
-        flops_per_token=plan.flops_per_token,
-        peak_flops=peak and peak * launch.world_size * plan.num_replica_groups,
         run_config=asdict(config),
-        environment=describe_environment(device=name, ranks=launch.world_size),
+        environment=describe_environment(device=_device_name(device), ranks=launch.world_size),
         started=time.time() - age_seconds,
         ensure_folder=folder.ensure if folder is not None else lambda: None,
     )
@@ -62,30 +58,48 @@ def build_run_metrics(
 def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> None:
     """Logs a committed step, and what tokens its experts had."""
     plan = state.engine.plan
-    step_seconds, data_seconds = metrics.mean_seconds()
-    batch, tokens, epochs = state.loader.source_progress()
-    metrics.log(
-        StepRecord(
-            step=result.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            clipped=result.grad_norm > plan.config.training.max_norm,
-            lr=state.engine.lr,
-            tokens_seen=state.progress.tokens_seen,
-            step_seconds=step_seconds,
-            data_seconds=data_seconds,
-            memory_gib=peak_memory_gib(state.engine.device),
-            skipped_steps=state.progress.skipped_steps,
-            auxiliary=result.auxiliary,
-            router=load_statistics(result.loads),
-            batch=batch,
-            tokens=tokens,
-            epochs=epochs,
-        )
-    )
+    metrics.log(result.step, step_columns(result, state=state, seconds=metrics.mean_seconds()))
     if result.loads and metrics.active:
         loads = {name: counts_E.tolist() for name, counts_E in result.loads.items()}
         replace_record(plan.output_folder / LOADS_FILE, {"step": result.step, "loads": loads})
+
+
+def step_columns(result: StepResult, *, state: RunState, seconds: tuple[float, float]) -> dict[str, float]:
+    """Returns the columns of a step in metrics.jsonl; `seconds` are means since the last row: of a step, its data."""
+    plan, device = state.engine.plan, state.engine.device
+    step_seconds, data_seconds = seconds
+    batch, tokens, epochs = state.loader.source_progress()
+    peak = peak_flops_per_second(_device_name(device), dtype=plan.config.training.mixed_precision_param)
+    return {
+        "loss": result.loss,  # mean over the target tokens of the global batch, in nats
+        "grad_norm": result.grad_norm,  # before clipping
+        "clipped": result.grad_norm > plan.config.training.max_norm,
+        "lr": state.engine.lr,
+        "tokens_seen": state.progress.tokens_seen,  # of all ranks since step 1 of the run
+        "step_seconds": step_seconds,
+        "data_seconds": data_seconds,  # portion of step_seconds spent waiting for data
+        "memory_gib": peak_memory_gib(device),  # of this rank's device; on CPU, of the process
+        "skipped_steps": state.progress.skipped_steps,  # of the run, for a non-finite loss or gradient norm
+        **({} if batch is None else {"batch": batch}),  # number of the global batch in data.stages; of a mixture
+        **_prefixed(AUXILIARY, result.auxiliary),  # additional loss terms per target token
+        **_prefixed("router/", load_statistics(result.loads)),  # of the load of experts
+        **_prefixed("tokens/", tokens),  # tokens that were trained of each source
+        **_prefixed("epochs/", epochs),  # how many times each local source was read
+        **speed_columns(
+            tokens=plan.tokens_per_step,
+            seconds=step_seconds,
+            flops_per_token=plan.flops_per_token,
+            peak_flops=peak and peak * plan.world_size * plan.num_replica_groups,
+        ),
+    }
+
+
+def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def log_stragglers(metrics: MetricsWriter, *, found: StragglerReport, state: RunState) -> None:

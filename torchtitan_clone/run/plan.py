@@ -116,7 +116,7 @@ class RunPlan:
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token; of frozen layers forward only."""
         seq_len = self.config.training.seq_len
