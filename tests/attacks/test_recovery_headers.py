@@ -1,4 +1,4 @@
-"""What a peer sends to a replica group that recovers is not believed: torchtitan_clone/torchft/recovery.py."""
+"""What a peer sends to a replica group that recovers is not believed: torchtitan_clone/torchft/connection.py."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ torchft = pytest.importorskip("torchft")
 
 from torchft.process_group import ProcessGroupGloo  # noqa: E402
 
-from torchtitan_clone.torchft.recovery import PeerTransport, ReplicaMismatchError  # noqa: E402
+from torchtitan_clone.torchft.connection import PeerTransport, ReplicaMismatchError  # noqa: E402
 
 TIMEOUT = timedelta(seconds=60)
 TENSORS = {"w": torch.arange(6.0)}

@@ -1,6 +1,6 @@
 """Replica groups in real processes: the losses equal those of one run without them, also after kills, hangs and NaNs.
 
-Tests of torchft_group.py and of what it consists of: collectives.py, connection.py, quorum.py and recovery.py.
+Tests of group.py and of what it consists of: connection.py and quorum.py.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Replica groups compare histories, not numbers: tests of history.py, members.py, attempt_log.py and connection.py.
+"""Replica groups compare histories, not numbers: tests of members.py and connection.py.
 
 Every lighthouse is a process of its own, which is killed and started again at the same address.
 """
@@ -28,8 +28,7 @@ from tests.support.runs import read_json_lines
 from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.torchft.attempt_log import AttemptLog
-from torchtitan_clone.torchft.history import MAX_CHANGES, History
+from torchtitan_clone.torchft.members import MAX_CHANGES, AttemptLog, History
 
 ROWS = 4
 SMALL = {

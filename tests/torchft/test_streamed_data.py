@@ -1,4 +1,4 @@
-"""Tests of quorum.py and recovery.py with a mixture: every stream resumes at its position in any group."""
+"""Tests of quorum.py and connection.py with a mixture: every stream resumes at its position in any group."""
 
 import pytest
 

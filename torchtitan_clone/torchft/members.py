@@ -1,17 +1,92 @@
-"""Which replica groups may train together: what the members of a new quorum tell each other, and how it is judged.
+"""Which replica groups may train together: their histories, what they record, and how members of a quorum are judged.
+
+A quorum commits a step once, so a step is identified by its number and its quorum. Two groups that trained apart, for
+example with two lighthouses, have the same numbers and different quorums. With semi-synchronous training the unit is a
+round of steps.
+
+    step             1    2    3    4    5    6
+    history of A     q1   q1   q1   q2   q2        quorums ((1, q1), (4, q2)), length 5
+    history of B     q1   q1   q1   q3             first difference 4: B gives up step 4 for A's
+    history of C     q1   q1                       A's contains it: C receives A's state
 
 All members see the same table, so all of them reach the same decision.
 """
 
+import errno
+import fcntl
 import hashlib
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import TextIO
 
-from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.torchft.collectives import ReplicaCollectives
-from torchtitan_clone.torchft.history import History
-from torchtitan_clone.torchft.recovery import ReplicaMismatchError
+import torchft
+
+from torchtitan_clone.documents import DocumentError, Value, open_regular, parse_json
+from torchtitan_clone.observe.records import append_record
+from torchtitan_clone.torch_compat import quorum_id
+from torchtitan_clone.torchft.connection import ReplicaCollectives, ReplicaMismatchError
+
+MAX_CHANGES = 1000
+"""Changes of the quorum that are remembered, about 25 bytes each in every message between groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The quorum of each committed step from `start` + 1 to `length`; earlier ones came from a checkpoint."""
+
+    created: float
+    """When the first of the groups that began it started, in seconds since the epoch."""
+    start: int
+    length: int
+    quorums: tuple[tuple[int, int], ...] = ()
+    """First step and quorum of each sequence of steps that one quorum committed, ascending."""
+
+    @classmethod
+    def parse(cls, value: Value) -> "History":
+        """Returns the history that `to_json` has written. DocumentError if it is not one."""
+        entries = value.table("created", "start", "length", "quorums")
+        pairs = (pair.integers(count=2) for pair in entries["quorums"].items())
+        return cls(
+            created=entries["created"].number(),
+            start=entries["start"].integer(),
+            length=entries["length"].integer(),
+            quorums=tuple((first, quorum) for first, quorum in pairs),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the history as data that JSON can hold."""
+        return {**vars(self), "quorums": [list(pair) for pair in self.quorums]}
+
+    def after_commit(self, quorum: int) -> "History":
+        """Returns the history with one more step, which this quorum has committed."""
+        number = self.length + 1
+        is_same = bool(self.quorums) and self.quorums[-1][1] == quorum
+        quorums = self.quorums if is_same else (*self.quorums, (number, quorum))
+        kept = quorums[-MAX_CHANGES:]
+        start = self.start if kept == quorums else kept[0][0] - 1
+        return History(created=self.created, start=start, length=number, quorums=kept)
+
+    def quorum_of(self, number: int) -> int | None:
+        """Returns the quorum that committed the step, or None if this is not known."""
+        if not self.start < number <= self.length:
+            return None
+        position = bisect_right(self.quorums, number, key=itemgetter(0))
+        return self.quorums[position - 1][1] if position else None
+
+    def first_difference(self, other: "History") -> int | None:
+        """Returns the first step that two quorums committed; None if one history continues the other, as far as known.
+
+        1 if the histories have no step in common.
+        """
+        low = max(self.start, other.start) + 1
+        high = min(self.length, other.length)
+        changes = {low, *(first for first, _ in self.quorums + other.quorums if first > low)}
+        known = sorted(number for number in changes if number <= high)
+        return next((number for number in known if self.quorum_of(number) != other.quorum_of(number)), None)
 
 
 class GiveUpStepsError(Exception):
@@ -211,3 +286,123 @@ class MemberCheck:
             self._checked_quorum = quorum
             self.members = members
         return problem
+
+
+TAIL_BYTES = 1 << 20
+"""How much of the end of each log is read, some thousand steps."""
+LOCK_FILE = "running.lock"
+"""Locked by rank 0 while the group runs; the lock ends with the process, whatever ends it."""
+LOCK_ATTEMPTS = 10
+"""The lock is held for a moment by a group that looks whether it is free."""
+
+
+class AttemptLog:
+    """Appends to rows.rank*.jsonl in the folder of this replica group."""
+
+    def __init__(self, folder: Path, *, rank: int, manager: torchft.Manager):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._manager = manager
+        self._file = folder / f"rows.rank{rank}.jsonl"
+        self._lock = (folder / LOCK_FILE).open("a") if rank == 0 else None
+
+    def start(self, step: int) -> None:
+        """Records that the group starts after this step and, until the process ends, that it runs."""
+        self.write(started=step)
+        for _ in range(LOCK_ATTEMPTS):
+            if self._lock is None or _try_lock(self._lock) is None:
+                break
+            time.sleep(0.05)
+
+    def write(self, **values: object) -> None:
+        """Appends these values, the step that is attempted, its quorum, and the time; a full disk loses the line."""
+        step = self._manager.current_step() + (0 if values.get("committed") else 1)
+        row = {"step": step, "quorum": quorum_id(self._manager), "time": time.time()} | values
+        append_record(self._file, row)
+
+    def rolled_back_steps(self, history: History) -> set[int]:
+        """Returns the recent steps (TAIL_BYTES) of this group that `history`, its present one, does not contain.
+
+        Of steps before the history, those that other groups committed again later, in another quorum.
+        """
+        own_quorums: dict[int, int] = {}
+        latest: dict[int, tuple[float, int]] = {}
+        for folder in self._folder.parent.glob("replica-*"):
+            for row in _recent_rows(folder):
+                if "committed" in row.keys:
+                    attempt = (row.time, row.quorum)
+                    latest[row.step] = max(attempt, latest.get(row.step, attempt))
+                    if folder == self._folder:
+                        own_quorums[row.step] = row.quorum
+        return {step for step, quorum in own_quorums.items() if quorum != (history.quorum_of(step) or latest[step][1])}
+
+    def running_groups(self) -> list[tuple[int, int]]:
+        """Returns the other groups of this folder that run, and the last step that each has committed or received."""
+        folders = [each for each in self._folder.parent.glob("replica-*") if each != self._folder and _is_running(each)]
+        return [(int(each.name.removeprefix("replica-")), _last_step(each)) for each in folders]
+
+    def close(self) -> None:
+        if self._lock:
+            self._lock.close()
+
+
+def _try_lock(file: TextIO) -> int | None:
+    """Locks the file; returns the error's number if it cannot, EACCES or EAGAIN if another process has locked it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno
+
+
+def _is_running(folder: Path) -> bool:
+    """Returns whether the group of this folder holds its lock; False if that cannot be found out."""
+    if not folder.name.removeprefix("replica-").isdecimal():
+        return False
+    try:
+        with (folder / LOCK_FILE).open("r+") as file:
+            return _try_lock(file) in (errno.EACCES, errno.EAGAIN)
+    except OSError:  # it has never run, or with another version
+        return False
+
+
+def _last_step(folder: Path) -> int:
+    """Returns the last step of the group's present start; 0 if it has none yet."""
+    last = 0
+    for row in _recent_rows(folder):
+        if "started" in row.keys:
+            last = 0
+        elif "committed" in row.keys:
+            last = row.step
+        elif "healed" in row.keys:
+            last = row.step - 1  # it attempts the next one
+    return last
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    step: int
+    quorum: int
+    time: float
+    keys: Collection[str]
+    """Keys of the row whose value is not false; of 0 too."""
+
+
+def _recent_rows(folder: Path) -> Iterator[_Row]:
+    """Yields the recent lines of rank 0; skips incomplete ones, and a file that cannot be read."""
+    try:
+        with open_regular(folder / "rows.rank0.jsonl") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
+            lines = stream.readall().splitlines()
+    except (OSError, DocumentError):
+        return
+    for line in lines:
+        try:
+            entries = parse_json(line, where=f"{folder.name}/rows.rank0.jsonl").entries()
+            yield _Row(
+                step=entries["step"].integer(),
+                quorum=entries["quorum"].integer(low=-1),
+                time=entries["time"].number(),
+                keys=[key for key, value in entries.items() if value.value is not False],
+            )
+        except (DocumentError, KeyError):
+            continue

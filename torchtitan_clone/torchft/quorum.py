@@ -10,12 +10,8 @@ import torch.distributed as dist
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.replicas.protocol import Metadata, RecoveryState, ReplicaContext
 from torchtitan_clone.torch_compat import forget_failed_quorum, number_quorums_uniquely, quorum_id
-from torchtitan_clone.torchft.attempt_log import AttemptLog
-from torchtitan_clone.torchft.collectives import ReplicaCollectives
-from torchtitan_clone.torchft.connection import Connection
-from torchtitan_clone.torchft.history import History
-from torchtitan_clone.torchft.members import GiveUpStepsError, MemberCheck, newest_history
-from torchtitan_clone.torchft.recovery import STATE_KEY, ReplicaMismatchError
+from torchtitan_clone.torchft.connection import STATE_KEY, Connection, ReplicaCollectives, ReplicaMismatchError
+from torchtitan_clone.torchft.members import AttemptLog, GiveUpStepsError, History, MemberCheck, newest_history
 
 logger = logging.getLogger("torchtitan_clone")
 
