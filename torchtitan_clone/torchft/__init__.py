@@ -9,14 +9,13 @@
 - `group.py` is the `ReplicaGroup` that sums gradients and commits in every step. *Semi-synchronous* training averages
   the weights at intervals instead (`semi_sync.py`), with an *outer* optimizer (`outer.py`).
 
-                           lighthouse
-                  quorum /            \\ quorum
-      replica group 0                      replica group 1
-      rank 0  rank 1  ...                  rank 0  rank 1  ...
-        |       |____________ sums __________|_______|
-        |____________________________________|
+                  lighthouse: forms the quorum
+                 |                            |
+      replica group 0              replica group 1
+      rank 0 ------------ sums ------------ rank 0
+      rank 1 ------------ sums ------------ rank 1
 
-      a step:  join quorum -> compare members -> (recover) -> forward, backward -> sum gradients -> vote -> commit
+  a step:  join quorum -> compare members -> (recover) -> forward, backward -> sum gradients -> vote -> commit
 
 The core finds all of this through `door.py`.
 """
