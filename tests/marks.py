@@ -5,15 +5,19 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from torchtitan_clone.ops.kernels import CPU
+from torchtitan_clone import doors
 from torchtitan_clone.run.preflight import SPLITS_BACKWARD_SINCE
 
 needs_split_backward = pytest.mark.skipif(
     torch.__version__ < SPLITS_BACKWARD_SINCE,
     reason=f"before torch {SPLITS_BACKWARD_SINCE} runs with a schedule that splits backward are refused",
 )
-needs_cpu_kernels = pytest.mark.skipif(CPU is None, reason="the door cpu is closed")
 MANY_RANKS = 4
+
+
+def needs_door(name: str) -> pytest.MarkDecorator:
+    """Marks tests that use the package behind a door: they are skipped while it is closed."""
+    return pytest.mark.skipif(doors.why_closed(name) is not None, reason=f"needs the door {name}")
 
 
 def marked(cases: Mapping[str, Sequence[object]]) -> list[object]:

@@ -424,6 +424,26 @@ def test_classes_are_small() -> None:
     assert not large, listed(large)
 
 
+SHARED_NAMES = {
+    "Exchange": "of tokens, of heads and of parameters: three private classes, each in one file",
+    "MoEHub": "a family of experts extends that of all",
+    "RMSNorm": "the module, and the autograd function in its file",
+    "Rows": "rows of a batch: of best fit, of micro-batches, of tensor parallelism and of context parallelism",
+    "Stage": "of data.stages, and torch's PipelineStage",
+    "Stream": "the protocol, and what implements it behind the door cpu",
+    "Transfer": "as Stream, and a collective of the planner",
+}
+"""Names that several classes may have, without the underscore of private ones, each with the reason."""
+
+
+def test_classes_have_names_of_their_own() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, _ in classes():
+        places[name.rpartition(".")[2].lstrip("_")].append(name)
+    shared = [f"{name}: {', '.join(of)}" for name, of in places.items() if len(of) > 1 and name not in SHARED_NAMES]
+    assert not shared, listed(shared)
+
+
 def born_attributes() -> dict[str, set[str]]:
     """Attributes of each class of the package that exist after its constructor, by the name of the class."""
     born: dict[str, set[str]] = defaultdict(set)

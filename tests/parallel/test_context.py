@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.marks import marked, needs_cpu_kernels
+from tests.marks import marked, needs_door
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.parallel.test_gradients import Runs
 from tests.support.harness import run_ranks
@@ -104,7 +104,7 @@ def errors_in_bf16(methods):
     return found
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 def test_results_and_gradients_of_bfloat16_are_summed_in_fp32():
     """Errors are 1.00 to 1.21; rounding each rank's share makes them 1.25 (result), 1.8 (keys) and 1.7 (values)."""
     for of_methods in run_ranks(errors_in_bf16, 4, list(BY_KERNEL)):
@@ -148,7 +148,7 @@ def test_operators_return_what_they_promise():
     run_ranks(check_operators, 2)
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 def test_training_attends_by_kernels_as_one_rank_does():
     in_eager = CPU.has_faster_attention(torch.empty(1, 64, 8, 32), in_eager=True)
     assert run_ranks(kernels_of_training, 2) == [[in_eager, False]] * 2

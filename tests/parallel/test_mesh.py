@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.marks import needs_cpu_kernels
+from tests.marks import needs_door
 from tests.support.harness import run_ranks
 from torchtitan_clone.config import Degrees, load_config, resolved_degrees
 from torchtitan_clone.cpu.shared_memory import streams_of
@@ -79,7 +79,7 @@ def groups_of_rank(degrees, loss_rank):
         return found, mesh.is_loss_leader, connected
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 def test_process_groups_have_the_names_of_their_axes():
     answers = run_ranks(groups_of_rank, 4, dataclasses.asdict(degrees_of(4, pp=2, tp=2)), 1)
     assert [found for found, *_ in answers] == [
@@ -92,7 +92,7 @@ def test_process_groups_have_the_names_of_their_axes():
     assert [connected for *_, connected in answers] == [{"tp", "pp"}] * 4
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 def test_hsdp_has_a_group_of_replicas_and_one_of_shards():
     answers = run_ranks(groups_of_rank, 4, dataclasses.asdict(degrees_of(4, replicate=2)), 0)
     assert [(found["dp_replicate"], found["fsdp"]) for found, *_ in answers] == [
@@ -127,7 +127,7 @@ def test_axes_with_one_rank_share_a_process_group():
     assert run_ranks(groups_of_axes, 4, experts)[3] == (1, [[1, 3], [3], [3], [2, 3], [2, 3]])
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 def test_replicas_that_shard_nothing_exchange_messages():
     answers = run_ranks(groups_of_rank, 2, dataclasses.asdict(degrees_of(2, replicate=2)), 0)
     assert [connected for *_, connected in answers] == [{"world", "dp_replicate"}] * 2  # one group

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.marks import needs_cpu_kernels, needs_split_backward
+from tests.marks import needs_door, needs_split_backward
 from tests.support.harness import run_ranks
 from tests.support.parity_matrix import PREDICTION
 from tests.support.runs import options
@@ -240,7 +240,7 @@ def gradient_norm(trainer):
     return torch.stack([parameter.grad.full_tensor().norm() for parameter in model.parameters()]).norm().item()
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 @pytest.mark.parametrize(("ranks", "more"), [(1, {}), (2, REPLICAS)], ids=["one", "replicas"])
 def test_a_backward_that_fails_leaves_no_gradients(corpus, tmp_path, ranks, more):
     """Replicas have received parts of sums that they did not complete."""

@@ -11,7 +11,7 @@ import pytest
 from tests.programs import load_program
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.planner.hardware import read_hardware
-from torchtitan_clone.planner.search import Job, describe_mesh_options, describe_plans, search
+from torchtitan_clone.planner.search import SearchGoal, describe_mesh_options, describe_plans, search
 from torchtitan_clone.run import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_later_stages_and_frozen_layers_are_checked_on_each_mesh():
 
 def test_a_model_that_fits_on_no_mesh_is_an_error():
     h100 = read_hardware("h100")
-    assert Job(gpus=4, hardware=h100, tokens_per_step=1, run_tokens=1).usable_gib == pytest.approx(0.9 * 79.1)
+    assert SearchGoal(gpus=4, hardware=h100, tokens_per_step=1, run_tokens=1).usable_gib == pytest.approx(0.9 * 79.1)
     with pytest.raises(ConfigError, match=r"GiB more than the 0\.9 GiB that are usable"):
         describe_plans(
             [DEBUG, "--model.flavor=8B", "--model.args.n_layers=4"], gpus=4, tokens=2**14, count=1,
@@ -131,8 +131,8 @@ def searched(*, gpus, rows):
     options = ["--model.flavor=30B-A3B", "--model.args.n_layers=4", "--training.seq_len=4096"]
     config = load_config(["--model.name=qwen3_moe", "--training.local_batch_size=1", *options])
     plan = preflight.resolve(config, world_size=1, device_type="cuda")
-    job = Job(gpus=gpus, hardware=read_hardware("h200"), tokens_per_step=rows * 4096, run_tokens=10**12)
-    return search(plan, job=job, count=60)
+    goal = SearchGoal(gpus=gpus, hardware=read_hardware("h200"), tokens_per_step=rows * 4096, run_tokens=10**12)
+    return search(plan, goal=goal, count=60)
 
 
 def test_experts_are_placed_on_several_ranks():

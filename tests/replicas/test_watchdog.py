@@ -7,7 +7,7 @@ import time
 import pytest
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from tests.marks import needs_cpu_kernels
+from tests.marks import needs_door
 from tests.support.harness import RankFailed, run_ranks
 from tests.support.runs import options, train, train_rank
 
@@ -28,7 +28,7 @@ def train_rank_that_hangs(argv, logs):
     return train_rank(argv, logs)
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_hang_is_reported_by_all_ranks_and_ends_the_run(corpus, tmp_path, resumed):
     if resumed:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.marks import needs_cpu_kernels
+from tests.marks import needs_door
 from tests.support.runs import options, train
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Comm
@@ -21,7 +21,7 @@ def weights_of(folder):
     return dict(model.state_dict())
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 def test_a_start_that_can_compile_computes_as_the_first_that_could_not(corpus, tmp_path):
     def start(name, steps, **env):
         argv = options(corpus, tmp_path / name, training__steps=steps, lr_scheduler__total_steps=4)
@@ -57,7 +57,7 @@ def test_a_run_that_moves_to_a_gpu_needs_no_kernels_of_a_cpu(corpus, tmp_path, m
             settle_kernels(plan, rank=0, device=torch.device("cpu"), resumes=True)
 
 
-@needs_cpu_kernels
+@needs_door("cpu")
 def test_a_start_that_lacks_the_kernels_of_the_run_says_so(corpus, tmp_path):
     argv = [
         options(corpus, tmp_path, training__steps=steps, lr_scheduler__total_steps=4, training__seq_len=256)

@@ -222,8 +222,8 @@ class CollectiveTrace(TorchDispatchMode):
 
     def _fsdp_modules(self) -> str | None:
         """Returns the names of the modules that FSDP communicates for; None if it is not FSDP that communicates."""
-        found = re.match(r"FSDP::\w+(?: \((.*?)\))?", self._annotations[-1] if self._annotations else "")
-        return (found[1] or "") if found else None
+        match = re.match(r"FSDP::\w+(?: \((.*?)\))?", self._annotations[-1] if self._annotations else "")
+        return (match[1] or "") if match else None
 
     def _layer(self) -> str:
         """Returns the name of the module that runs or that FSDP communicates for, with numbers of layers as *."""

@@ -15,15 +15,15 @@ Pool = tuple[int, bool]  # stream, and whether it is that of small blocks
 
 
 @dataclass(kw_only=True, eq=False)
-class Block:
+class MemoryBlock:
     """A part of a segment, with its neighbours there."""
 
     address: int
     size: int
     pool: Pool
     is_free: bool = False
-    before: "Block | None" = None
-    after: "Block | None" = None
+    before: "MemoryBlock | None" = None
+    after: "MemoryBlock | None" = None
 
 
 @dataclass(kw_only=True)
@@ -39,13 +39,13 @@ class CachingAllocator:
     peak_allocated: int = 0
     _free: dict[Pool, list[tuple[int, int]]] = field(default_factory=dict)
     """Size and address of the free blocks in each pool, ordered."""
-    _blocks: dict[int, Block] = field(default_factory=dict)
+    _blocks: dict[int, MemoryBlock] = field(default_factory=dict)
     """The free blocks by address."""
-    _ends: dict[Pool, Block] = field(default_factory=dict)
+    _ends: dict[Pool, MemoryBlock] = field(default_factory=dict)
     """The last block of each pool's expandable segment."""
     _next_address: int = 0
 
-    def allocate(self, size: int, *, stream: int) -> Block:
+    def allocate(self, size: int, *, stream: int) -> MemoryBlock:
         """Takes the smallest free block that suffices, or a new segment, and splits off what is left."""
         size = max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
         pool = (stream, size <= MIB)
@@ -59,7 +59,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Frees a block, and joins it with its free neighbours."""
         self.allocated -= block.size
         if block.after is not None and block.after.is_free:
@@ -73,7 +73,7 @@ class CachingAllocator:
         insort(self._free.setdefault(block.pool, []), (block.size, block.address))
         self._blocks[block.address] = block
 
-    def _best_fit(self, size: int, *, pool: Pool) -> Block | None:
+    def _best_fit(self, size: int, *, pool: Pool) -> MemoryBlock | None:
         free = self._free.setdefault(pool, [])
         index = bisect_left(free, (size, 0))
         # The end of an expandable segment counts as large as it may become.
@@ -86,19 +86,19 @@ class CachingAllocator:
         self._take(block)
         return block
 
-    def _new_segment(self, size: int, *, pool: Pool) -> Block:
+    def _new_segment(self, size: int, *, pool: Pool) -> MemoryBlock:
         whole = 2 * MIB if pool[1] else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         self.reserved += whole
         self._next_address += whole
-        return Block(address=self._next_address - whole, size=whole, pool=pool)
+        return MemoryBlock(address=self._next_address - whole, size=whole, pool=pool)
 
-    def _expand(self, size: int, *, pool: Pool) -> Block:
+    def _expand(self, size: int, *, pool: Pool) -> MemoryBlock:
         """Maps memory at the end of the pool's segment."""
         page = 2 * MIB if pool[1] else 20 * MIB
         end = self._ends.get(pool)
         if end is None or not end.is_free:
             address = 2**50 * len(self._ends) if end is None else end.address + end.size
-            block = Block(address=address, size=0, pool=pool, before=end)
+            block = MemoryBlock(address=address, size=0, pool=pool, before=end)
             if end is not None:
                 end.after = block
             self._ends[pool] = end = block
@@ -109,8 +109,8 @@ class CachingAllocator:
         end.size += mapped
         return end
 
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(address=block.address + size, size=block.size - size, pool=block.pool, before=block)
+    def _split(self, block: MemoryBlock, size: int) -> None:
+        rest = MemoryBlock(address=block.address + size, size=block.size - size, pool=block.pool, before=block)
         rest.after, block.after, block.size = block.after, rest, size
         if rest.after is not None:
             rest.after.before = rest
@@ -120,13 +120,13 @@ class CachingAllocator:
         insort(self._free[rest.pool], (rest.size, rest.address))
         self._blocks[rest.address] = rest
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: MemoryBlock) -> None:
         free = self._free[block.pool]
         del free[bisect_left(free, (block.size, block.address))]
         del self._blocks[block.address]
         block.is_free = False
 
-    def _join(self, block: Block, after: Block) -> None:
+    def _join(self, block: MemoryBlock, after: MemoryBlock) -> None:
         block.size += after.size
         block.after = after.after
         if after.after is not None:
@@ -138,7 +138,7 @@ class CachingAllocator:
 def replay(events: Iterable[Event], *, expandable: bool) -> CachingAllocator:
     """Returns the allocator after these allocations."""
     allocator = CachingAllocator(expandable=expandable)
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, MemoryBlock] = {}
     for event in events:
         if event.size:
             blocks[event.block] = allocator.allocate(event.size, stream=event.stream)

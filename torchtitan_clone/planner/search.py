@@ -43,7 +43,7 @@ TIMED = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SearchGoal:
     """What to plan for."""
 
     gpus: int
@@ -67,7 +67,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     best: Sequence[Candidate]
@@ -76,40 +76,40 @@ class Found:
     fitting: int
 
 
-def search(plan: RunPlan, *, job: Job, count: int = 10) -> Found:
+def search(plan: RunPlan, *, goal: SearchGoal, count: int = 10) -> SearchResult:
     """Returns the fastest meshes; ConfigError if none divides model and batch, or fits.
 
     `plan` gives the model, the sequence length and all options that are not searched.
     """
-    rows, rest = divmod(rows_of_step(plan.config, tokens=job.tokens_per_step), plan.num_replica_groups)
+    rows, rest = divmod(rows_of_step(plan.config, tokens=goal.tokens_per_step), plan.num_replica_groups)
     if rest:
         rule = f"{plan.num_replica_groups} replica groups do not divide its sequences"
-        raise ConfigError(f"{job.tokens_per_step:,} tokens a step: {rule}; change it, or fault_tolerance.group_size.")
+        raise ConfigError(f"{goal.tokens_per_step:,} tokens a step: {rule}; change it, or fault_tolerance.group_size.")
     fitting: list[tuple[float, RunPlan, MemoryEstimate]] = []
     others: list[tuple[float, RunPlan, MemoryEstimate]] = []
-    for config in _configs(plan, gpus=job.gpus, rows=rows, node_size=job.hardware.node_size):
-        each = plan_on_mesh(plan, config=config, world_size=job.gpus, layer_costs=model_work(plan).costs)
+    for config in _configs(plan, gpus=goal.gpus, rows=rows, node_size=goal.hardware.node_size):
+        each = plan_on_mesh(plan, config=config, world_size=goal.gpus, layer_costs=model_work(plan).costs)
         memory = estimate_memory(each)
-        if memory.total <= job.usable_gib * 2**30:
-            quick = predict_step_time(each, hardware=job.hardware, real_order=False)
+        if memory.total <= goal.usable_gib * 2**30:
+            quick = predict_step_time(each, hardware=goal.hardware, real_order=False)
             fitting.append((quick.seconds, each, memory))
         else:
             others.append((memory.total, each, memory))
     if not fitting and not others:
-        rule = f"no mesh of {job.gpus} devices divides the model and {rows} sequences a step"
+        rule = f"no mesh of {goal.gpus} devices divides the model and {rows} sequences a step"
         raise ConfigError(f"{rule}; change the number of devices, or of tokens a step.")
     fitting.sort(key=itemgetter(0))
-    allowed = (each for each in fitting if not _broken_rules(each[1], job=job))
+    allowed = (each for each in fitting if not _broken_rules(each[1], goal=goal))
     timed = [
-        Candidate(plan=each, memory=memory, time=predict_step_time(each, hardware=job.hardware))
+        Candidate(plan=each, memory=memory, time=predict_step_time(each, hardware=goal.hardware))
         for _, each, memory in islice(allowed, TIMED)
     ]
     if not timed and fitting:
-        raise ConfigError(_broken_rules(fitting[0][1], job=job))
+        raise ConfigError(_broken_rules(fitting[0][1], goal=goal))
     if not timed:
-        raise ConfigError(_nothing_fits(*min(others, key=itemgetter(0))[1:], job=job))
+        raise ConfigError(_nothing_fits(*min(others, key=itemgetter(0))[1:], goal=goal))
     timed.sort(key=lambda each: each.time.seconds)
-    return Found(best=timed[:count], tried=len(fitting) + len(others), fitting=len(fitting))
+    return SearchResult(best=timed[:count], tried=len(fitting) + len(others), fitting=len(fitting))
 
 
 def rows_of_step(config: Config, *, tokens: int) -> int:
@@ -123,22 +123,22 @@ def rows_of_step(config: Config, *, tokens: int) -> int:
     return rows
 
 
-def _broken_rules(plan: RunPlan, *, job: Job) -> list[str]:
+def _broken_rules(plan: RunPlan, *, goal: SearchGoal) -> list[str]:
     return find_run_errors(
         plan.config,
-        world_size=job.gpus,
+        world_size=goal.gpus,
         args=plan.model_args,
         tokenizer_vocab_size=None,
         device_type="cuda",
     )
 
 
-def _nothing_fits(plan: RunPlan, memory: MemoryEstimate, *, job: Job) -> str:
-    needed, usable = memory.total / 2**30, job.usable_gib
+def _nothing_fits(plan: RunPlan, memory: MemoryEstimate, *, goal: SearchGoal) -> str:
+    needed, usable = memory.total / 2**30, goal.usable_gib
     return (
-        f"no mesh of {job.gpus} x {job.hardware.name} fits the model: {describe_mesh_options(plan)} comes closest, and "
-        f"needs {needed:,.1f} GiB, mostly {memory.largest}: {needed - usable:,.1f} GiB more than the {usable:,.1f} GiB "
-        "that are usable. Use more devices, or shorter sequences."
+        f"no mesh of {goal.gpus} x {goal.hardware.name} fits the model: {describe_mesh_options(plan)} comes closest, "
+        f"and needs {needed:,.1f} GiB, mostly {memory.largest}: {needed - usable:,.1f} GiB more than the "
+        f"{usable:,.1f} GiB that are usable. Use more devices, or shorter sequences."
     )
 
 
@@ -222,18 +222,18 @@ def describe_mesh_options(plan: RunPlan) -> str:
     return ", ".join(words)
 
 
-def describe_found(found: Found, *, job: Job, file: Config, configured: Candidate | None) -> str:
+def describe_result(result: SearchResult, *, goal: SearchGoal, file: Config, configured: Candidate | None) -> str:
     """Returns the best meshes as a table, and their lines of TOML after those of `file`, whose mesh is `configured`."""
-    tokens = f"{job.tokens_per_step:,} tokens a step, {job.run_tokens:,} in all"
+    tokens = f"{goal.tokens_per_step:,} tokens a step, {goal.run_tokens:,} in all"
     lines = [
-        f"{found.fitting:,} of {found.tried:,} meshes of {job.gpus:,} x {job.hardware.name} fit; {tokens}",
+        f"{result.fitting:,} of {result.tried:,} meshes of {goal.gpus:,} x {goal.hardware.name} fit; {tokens}",
         f"{'':>4}{'GiB':>7}{'step s':>9}{'tokens/s/GPU':>14}{'MFU':>7}{'GPU hours':>12}  {'largest parts':44} mesh",
     ]
-    for number, each in enumerate(found.best, 1):
-        lines.append(f"{number:4}{_numbers(each, job=job)} {describe_mesh_options(each.plan)}")
+    for number, each in enumerate(result.best, 1):
+        lines.append(f"{number:4}{_numbers(each, goal=goal)} {describe_mesh_options(each.plan)}")
     if configured is not None:
-        lines.append(f"file{_numbers(configured, job=job)} {describe_mesh_options(configured.plan)}")
-    for number, each in enumerate(found.best, 1):
+        lines.append(f"file{_numbers(configured, goal=goal)} {describe_mesh_options(configured.plan)}")
+    for number, each in enumerate(result.best, 1):
         lines += [f"\n# {number}", _toml(each.plan.config, file=file)]
     return "\n".join(lines) + "\n"
 
@@ -243,9 +243,9 @@ def predict(plan: RunPlan, *, hardware: Hardware) -> Candidate:
     return Candidate(plan=plan, memory=estimate_memory(plan), time=predict_step_time(plan, hardware=hardware))
 
 
-def _numbers(each: Candidate, *, job: Job) -> str:
+def _numbers(each: Candidate, *, goal: SearchGoal) -> str:
     time = each.time
-    hours = job.run_tokens / time.tokens_per_second / 3600
+    hours = goal.run_tokens / time.tokens_per_second / 3600
     largest = sorted(time.parts, key=lambda name: -time.parts[name])[:3]
     parts = ", ".join(f"{name} {time.parts[name] / time.seconds:.0%}" for name in largest)
     mfu = f"{time.mfu:7.1%}" if time.mfu else f"{'-':>7}"
@@ -291,6 +291,6 @@ def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: in
     training = replace(base.config.training, freeze_schedule=config.training.freeze_schedule)
     options = replace(base.config, parallelism=replace(Parallelism(), **kept), training=training, data=config.data)
     base = replace(base, config=options)
-    job = Job(gpus=gpus, hardware=hardware, tokens_per_step=tokens, run_tokens=tokens * config.training.steps)
-    found = search(base, job=job, count=count)
-    return describe_found(found, job=job, file=file, configured=configured)
+    goal = SearchGoal(gpus=gpus, hardware=hardware, tokens_per_step=tokens, run_tokens=tokens * config.training.steps)
+    result = search(base, goal=goal, count=count)
+    return describe_result(result, goal=goal, file=file, configured=configured)

@@ -85,7 +85,7 @@ def _predict_1f1b(plan: RunPlan, memory_of: MemoryOf) -> list[StepMemory]:
     layers = [sum(name.startswith("layers.") for name in names) for names in modules]
     few, more = (memory_of(_with_stages(plan, [*[modules[0]] * (count - 1), modules[-1]]), 0) for count in (2, 3))
     microbatches = plan.config.training.local_batch_size // plan.config.parallelism.pipeline_parallel_microbatch_size
-    found = []
+    memories = []
     for rank in range(pp - 1):
         first = _extrapolated(few, more, share=min(pp - rank, microbatches) - 2)
         of_layers, of_parameters = layers[rank] / max(1, layers[0]), parameters[rank] / parameters[0]
@@ -93,8 +93,8 @@ def _predict_1f1b(plan: RunPlan, memory_of: MemoryOf) -> list[StepMemory]:
             part: round(size * (of_layers if part in ("activations", "buffers") else of_parameters))
             for part, size in vars(first).items()
         }
-        found.append(StepMemory(**sizes))
-    return [*found, memory_of(_with_stages(plan, [modules[0], modules[-1]]), 1)]
+        memories.append(StepMemory(**sizes))
+    return [*memories, memory_of(_with_stages(plan, [modules[0], modules[-1]]), 1)]
 
 
 def _with_stages(plan: RunPlan, modules: Sequence[tuple[str, ...]]) -> RunPlan:
@@ -115,12 +115,13 @@ def _predict_others(plan: RunPlan, memory_of: MemoryOf) -> list[StepMemory]:
     modules = [[plan.stages.modules[stage] for stage in plan.stages.of_rank(rank)] for rank in range(pp)]
     sizes = [[(len(names), len(frozen.intersection(names))) for names in own] for own in modules]
     starts = [rank for rank in range(pp) if rank in (0, 1, pp - 1) or sizes[rank] != sizes[rank - 1]]
-    found = []
+    memories = []
     for start, stop in zip(starts, [*starts[1:], pp], strict=True):
         first = memory_of(plan, start)
         last = memory_of(plan, stop - 1) if stop - start > 1 else first
-        found += [_extrapolated(first, last, share=index / max(1, stop - start - 1)) for index in range(stop - start)]
-    return found
+        shares = (index / max(1, stop - start - 1) for index in range(stop - start))
+        memories += [_extrapolated(first, last, share=share) for share in shares]
+    return memories
 
 
 def _extrapolated(first: StepMemory, second: StepMemory, *, share: float) -> StepMemory:
@@ -129,12 +130,12 @@ def _extrapolated(first: StepMemory, second: StepMemory, *, share: float) -> Ste
 
 def memory_table(plan: RunPlan, *, device_type: str) -> str:
     """Returns the parameters and the predicted memory of each pipeline rank as text."""
-    found = predict_step_memory(plan, device_type=device_type)
+    memories = predict_step_memory(plan, device_type=device_type)
     segments = "expandable" if expandable_segments() else "fixed"
     device = device_type if device_type == "cpu" else f"{device_type} with {segments} segments"
     columns = "".join(f"{part:>13}" for part in PARTS)
     lines = [f"memory of a step in GiB on {device}", f"{'rank':>4}{'parameters':>18}{columns}{'sum':>9}"]
-    for rank, (parameters, memory) in enumerate(zip(stage_parameters(plan), found, strict=True)):
+    for rank, (parameters, memory) in enumerate(zip(stage_parameters(plan), memories, strict=True)):
         sizes = "".join(f"{size / 2**30:13.2f}" for size in vars(memory).values())
         largest = max(PARTS, key=vars(memory).__getitem__)
         lines.append(f"{rank:4}{parameters:18,}{sizes}{memory.total / 2**30:9.2f}  most: {largest}")

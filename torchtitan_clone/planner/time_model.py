@@ -211,7 +211,7 @@ def output_passes(shape: Shape, *, machine: Machine) -> Passes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class TimedBlock:
     """A layer, or the ends of the model, with what FSDP communicates for it."""
 
     passes: Passes
@@ -224,7 +224,7 @@ class Block:
     """Number of blocks that are gathered and reduced at once."""
 
 
-def layer_block(layer: Layer, *, shape: Shape, machine: Machine, reduce_itemsize: int, together: float) -> Block:
+def layer_block(layer: Layer, *, shape: Shape, machine: Machine, reduce_itemsize: int, together: float) -> TimedBlock:
     """Returns the block of a layer, of which FSDP gathers and reduces as many as `together` says at once."""
     groups = sharded_groups(layer, degrees=machine.degrees)
     passes = layer_passes(layer, shape=shape, machine=machine)
@@ -234,7 +234,7 @@ def layer_block(layer: Layer, *, shape: Shape, machine: Machine, reduce_itemsize
 def _block(
     groups: Sequence[Sharded], *, passes: Passes, machine: Machine, reduce_itemsize: int, regathers: bool = True,
     together: float = 1.0,
-) -> Block:  # fmt: skip
+) -> TimedBlock:  # fmt: skip
     kinds = {"gather": ("all_gather", machine.itemsize), "reduce": ("reduce_scatter", reduce_itemsize)}
     # The experts of each block are a group of their own.
     counts = [together if group.axis == "fsdp" else 1.0 for group in groups]
@@ -244,14 +244,14 @@ def _block(
         for name, (kind, size) in kinds.items()
     }
     seconds["reduce"] += sum(machine.replica_seconds(group, itemsize=reduce_itemsize) / n for n, group in sized)
-    return Block(passes=passes, regathers=regathers, together=together, **seconds)
+    return TimedBlock(passes=passes, regathers=regathers, together=together, **seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class TimedStage:
     """A pipeline stage, or the complete model: its blocks and how often it has each, on one micro-batch."""
 
-    blocks: tuple[tuple[Block, int], ...]
+    blocks: tuple[tuple[TimedBlock, int], ...]
     machine: Machine
     reshards: bool
 
@@ -304,7 +304,7 @@ def step_seconds(plan: RunPlan, *, hardware: Hardware, real_order: bool) -> Seco
     return seconds + Seconds({"optimizer": _optimizer_seconds(plan, machine=machine)})
 
 
-def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int, real_order: bool) -> Seconds:
+def pipeline_step(stages: Sequence[TimedStage], *, plan: RunPlan, microbatches: int, real_order: bool) -> Seconds:
     """Returns the times of one pass through the pipeline: those of the busiest rank, and its bubble."""
     passes = {
         id(stage): (stage.forward(gathers=stage.reshards), stage.backward(reduces=False))
@@ -336,7 +336,7 @@ def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int, 
     return busiest.times(microbatches) + Seconds({"bubble": seconds - busiest.total * microbatches})
 
 
-def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
+def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[TimedStage]:
     """Returns the stages of a plan on some hardware; one without a pipeline."""
     config, degrees, args = plan.config, plan.degrees, plan.model_args
     shape = shape_of(plan)
@@ -359,21 +359,21 @@ def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
     if not args.tied_embeddings:
         known["tok_embeddings"] = _block(embedding, passes=Passes(), **end)
     known |= {
-        f"frozen {name}": Block(passes=Passes(forward=block.passes.forward), gather=block.gather, regathers=False)
+        f"frozen {name}": TimedBlock(passes=Passes(forward=block.passes.forward), gather=block.gather, regathers=False)
         for name, block in known.items()
     }
     frozen, frees = set(plan.frozen_modules), reshards(config, degrees=degrees)
-    found: list[Stage] = []
-    same: dict[tuple[tuple[str, int], ...], Stage] = {}
+    stages: list[TimedStage] = []
+    same: dict[tuple[tuple[str, int], ...], TimedStage] = {}
     for modules in plan.stages.modules:
         names = [str(id(work.layers[int(name[7:])])) if name.startswith("layers.") else name for name in modules]
         names = [f"frozen {name}" if module in frozen else name for name, module in zip(names, modules, strict=True)]
         counts = tuple((name, count) for name, count in Counter(names).items() if name in known)
         if counts not in same:
             blocks = tuple((known[name], count) for name, count in counts)
-            same[counts] = Stage(blocks=blocks, machine=machine, reshards=frees)
-        found.append(same[counts])
-    return found
+            same[counts] = TimedStage(blocks=blocks, machine=machine, reshards=frees)
+        stages.append(same[counts])
+    return stages
 
 
 def _optimizer_seconds(plan: RunPlan, *, machine: Machine) -> float:

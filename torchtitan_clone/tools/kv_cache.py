@@ -42,7 +42,7 @@ class CacheState:
         return self.limit if reach is None else min(reach, self.limit)
 
 
-class TokenStore:
+class CachedVectors:
     """Vectors of the newest tokens [B, K, S, H] of a layer, whose first `reserved` slots stay zero."""
 
     def __init__(self, state: CacheState, *, reach: Reach, reserved: int = 0) -> None:
@@ -108,7 +108,7 @@ class CachedCore(nn.Module):
         self._state = state
         self._reach = reach
         # A sink is a key of zero with a score of its own, and a value of zero.
-        self._keys, self._values = (TokenStore(state, reach=reach, reserved=int(has_sinks)) for _ in range(2))
+        self._keys, self._values = (CachedVectors(state, reach=reach, reserved=int(has_sinks)) for _ in range(2))
         self._scores = torch.empty(0)  # what is added to those of the slots [1, K, G, 1 + S]
 
     def forward(
@@ -140,7 +140,7 @@ class CachedLatentAttention(nn.Module):
         super().__init__()
         self._attention = attention
         self._state = state
-        self._store = TokenStore(state, reach=reach)
+        self._store = CachedVectors(state, reach=reach)
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
         attention, sizes = self._attention, self._attention.sizes
