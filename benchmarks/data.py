@@ -34,7 +34,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core is compared with a core
 import numpy as np
 
 from benchmarks.turns import processor_name
-from torchtitan_clone.config.schema import Data, DataSource, Training
+from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import Timeline, resolved_timeline
 from torchtitan_clone.data import Loader, LoaderOptions, MixtureDataset, build_tokenizer
 from torchtitan_clone.data.mixture import Mixture

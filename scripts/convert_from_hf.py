@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from torchtitan_clone.checkpoint.offline import write_weights_checkpoint
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.config import Config, ConfigError, to_toml
-from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.messages import toml_like
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.hub.folder import open_weight_folder
 from torchtitan_clone.hub.weights import model_of_folder, open_initial_weights

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.remedies import install
+from torchtitan_clone.config.messages import install
 from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.tools.trained_model import open_trained_model
 

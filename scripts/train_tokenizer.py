@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Training
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data.sources import BadRows, describe_empty, find_source, read_documents
 from torchtitan_clone.data.tokenizer import CONFIG_FILE, MAX_ID, SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.files import write_atomically

@@ -11,7 +11,7 @@ from tests import test_code_shape as shape
 from tests.campaigns import fault_kinds
 from tests.support.parity_matrix import QUICK, all_cases
 from tests.support.sabotage import MISTAKES
-from torchtitan_clone.config import sources as config_sources
+from torchtitan_clone.config import reader as config_sources
 from torchtitan_clone.data import kinds, sources
 
 ROOT = Path(__file__).parent.parent

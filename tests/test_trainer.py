@@ -19,8 +19,8 @@ from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.run.loaders import open_loaders
-from torchtitan_clone.run.outcome import TrainingError
 from torchtitan_clone.run.preflight import resolve
+from torchtitan_clone.run.state import TrainingError
 
 
 def test_the_loss_falls_and_a_complete_run_can_be_extended(corpus, tmp_path):

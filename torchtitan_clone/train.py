@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING
 from torchtitan_clone import doors
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import environment_integer
-from torchtitan_clone.config.loader import with_file
+from torchtitan_clone.config.reader import with_file
 from torchtitan_clone.network import NoAnswerError
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
 from torchtitan_clone.run.early import check_without_torch
-from torchtitan_clone.run.gc_control import importing
-from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest, explain_ended_process
+from torchtitan_clone.run.stopping import (
+    REQUEUE_EXIT_CODE,
+    StopBeforeTraining,
+    StopRequest,
+    explain_ended_process,
+    importing,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +113,7 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     with importing():
         from torchtitan_clone.parallel.runtime import Launch, pick_device
         from torchtitan_clone.run import preflight
-        from torchtitan_clone.run.dry_run import simulated_device_type
+        from torchtitan_clone.run.describe import simulated_device_type
     launch = Launch.from_environment()
     device = pick_device(launch)
     is_real = not config.job.dry_run and config.comm.mode == "default"
@@ -124,9 +129,8 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
 
 def _describe(plan: "RunPlan", *, device: "torch.device") -> int:
     from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.dry_run import DEVICE_TYPES, describe_run, find_planner
-    from torchtitan_clone.run.memory import find_memory_errors
-    from torchtitan_clone.run.notices import find_all_notices
+    from torchtitan_clone.run.describe import DEVICE_TYPES, describe_run, find_planner
+    from torchtitan_clone.run.preflight import find_all_notices, find_memory_errors
 
     preflight.check_start(plan)
     device_type = plan.device_type
@@ -155,12 +159,11 @@ def _train(
         from torchtitan_clone.ops.varlen_attention import choose_kernels
         from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
-        from torchtitan_clone.run.dry_run import one_line_summary
+        from torchtitan_clone.run.describe import describe_extension, one_line_summary
         from torchtitan_clone.run.kernel_record import settle_kernels
-        from torchtitan_clone.run.notices import find_all_notices
-        from torchtitan_clone.run.outcome import TrainingError
+        from torchtitan_clone.run.preflight import find_all_notices
         from torchtitan_clone.run.replicas import wait_for_peers
-        from torchtitan_clone.run.results import describe_extension
+        from torchtitan_clone.run.state import TrainingError
         from torchtitan_clone.trainer import Trainer
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)

@@ -23,22 +23,24 @@ from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.replicas.protocol import ReplicaGroup, init_outer_weights, outer_state
-from torchtitan_clone.run.dry_run import trace_collectives
+from torchtitan_clone.run.describe import describe_results, trace_collectives
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
-from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
-from torchtitan_clone.run.outcome import RunOutcome, StepResult, TrainingError
 from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after, run_identity, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
 from torchtitan_clone.run.remesh import remesh
 from torchtitan_clone.run.replicas import join_run
-from torchtitan_clone.run.results import describe_results
-from torchtitan_clone.run.run_state import RunState
-from torchtitan_clone.run.saving import Saver
-from torchtitan_clone.run.stopping import StepInterrupted, StopBeforeTraining, StopPolicy, StopRequest
-from torchtitan_clone.run.timeouts import Timeouts
+from torchtitan_clone.run.state import RunOutcome, RunState, Saver, StepResult, TrainingError
+from torchtitan_clone.run.stopping import (
+    GCControl,
+    StepInterrupted,
+    StopBeforeTraining,
+    StopPolicy,
+    StopRequest,
+    Timeouts,
+)
 from torchtitan_clone.run.validation import Validator
 
 

@@ -24,7 +24,7 @@ from tests.support.harness import run_ranks
 from tests.support.runs import exit_codes, options
 from torchtitan_clone.checkpoint.folder import check_position
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Training
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer
 from torchtitan_clone.data.row_reader import StreamState
 from torchtitan_clone.data.sources import (

@@ -18,7 +18,7 @@ from tests.support.harness import run_ranks
 from tests.support.hostile_folders import write_header
 from tests.support.runs import exit_codes, options
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, build_tokenizer, tokenizer_files
 from torchtitan_clone.hub.folder import CONFIG_FILE, INDEX_FILE, open_weight_folder
 from torchtitan_clone.hub.formats import format_of

@@ -1,7 +1,7 @@
 """No value of an option, and no environment variable, gives a traceback, a hang or a half-made run.
 
-Attacks torchtitan_clone/config/schema.py, torchtitan_clone/config/sources.py, torchtitan_clone/config/environment.py
-and torchtitan_clone/run/memory.py.
+Attacks torchtitan_clone/config/schema.py, torchtitan_clone/config/reader.py, torchtitan_clone/config/environment.py
+and torchtitan_clone/run/preflight.py.
 """
 
 import os
@@ -18,10 +18,10 @@ from tests.support.harness import run_ranks
 from tests.support.runs import options, redirect_output, train
 from torchtitan_clone.config import ConfigError, read_config, to_toml
 from torchtitan_clone.config.checks import find_config_errors
-from torchtitan_clone.config.overlay import SHOWN_PROBLEMS, toml_like
-from torchtitan_clone.config.sources import TABLES
+from torchtitan_clone.config.messages import SHOWN_PROBLEMS, toml_like
+from torchtitan_clone.config.reader import TABLES
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.dry_run import describe_run
+from torchtitan_clone.run.describe import describe_run
 from torchtitan_clone.train import main
 
 INTEGERS = [

@@ -1,7 +1,7 @@
 """Attacks on the folder of a run: a second run, deletion while training, hostile files in it, storage without room.
 
-Of torchtitan_clone/run/run_folder.py, torchtitan_clone/run/preflight.py, torchtitan_clone/observe/metrics.py,
-torchtitan_clone/observe/goodput.py, torchtitan_clone/config/checks.py, torchtitan_clone/config/sources.py,
+Of torchtitan_clone/run/folder.py, torchtitan_clone/run/preflight.py, torchtitan_clone/observe/metrics.py,
+torchtitan_clone/observe/goodput.py, torchtitan_clone/config/checks.py, torchtitan_clone/config/reader.py,
 torchtitan_clone/parallel/stages.py and torchtitan_clone/checkpoint/save.py.
 """
 
@@ -25,7 +25,7 @@ from torchtitan_clone.files import format_bytes
 from torchtitan_clone.observe.goodput import resumed_ledger
 from torchtitan_clone.observe.metrics import check_metrics_file
 from torchtitan_clone.parallel.stages import read_schedule_file
-from torchtitan_clone.run.run_folder import LOCK_FILE
+from torchtitan_clone.run.folder import LOCK_FILE
 
 ENDLESS = {"training__steps": 1_000_000, "checkpoint__interval": 1_000_000, "metrics__log_freq": 1}
 

@@ -1,6 +1,6 @@
 """Attacks on the processes of a run: closed outputs, closed terminals, kills, and names that forge lines of a log.
 
-Of torchtitan_clone/observe/outputs.py, torchtitan_clone/observe/logging.py, torchtitan_clone/config/signals.py
+Of torchtitan_clone/observe/outputs.py, torchtitan_clone/observe/logging.py, torchtitan_clone/config/environment.py
 and torchtitan_clone/launch/rank_logs.py.
 """
 
@@ -20,7 +20,7 @@ from tests.support.harness import start_ranks
 from tests.support.runs import Ranks, options, rows, train_rank, wait_for_step
 from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.config.environment import STOP_SIGNALS
 from torchtitan_clone.train import main
 
 REPOSITORY = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 from tests.campaigns.published_time import ROWS, Row
 from torchtitan_clone.config import load_config
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.planner.hardware import Fitted, read_hardware
 from torchtitan_clone.planner.time_model import StepTime, predict_step_time
 from torchtitan_clone.run import preflight

@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_clone.config import Config, load_config
 from torchtitan_clone.config.checks import find_config_errors, ranges_of
-from torchtitan_clone.config.schema import DataSource, Freeze, OptimizerGroup, Range, Stage
+from torchtitan_clone.config.schema_training import DataSource, Freeze, OptimizerGroup, Range, Stage
 
 RANGES = {
     f"{table}.{key}": limits for table, cls in get_type_hints(Config).items() for key, limits in ranges_of(cls).items()

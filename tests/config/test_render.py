@@ -10,9 +10,9 @@ import pytest
 
 from torchtitan_clone.config import Config, ConfigError, changes_to_toml, help_text, load_config, run_folder, to_toml
 from torchtitan_clone.config.checks import ranges_of
-from torchtitan_clone.config.overlay import describe, toml_like
+from torchtitan_clone.config.messages import describe, toml_like
+from torchtitan_clone.config.reader import TABLES
 from torchtitan_clone.config.render import option_docs
-from torchtitan_clone.config.sources import TABLES
 
 LETTERS = "aZ09 _-.=#'\"\\/\n\t\b\x1f\x7f[]{},äßЖ中🙂"
 

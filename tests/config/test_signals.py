@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from torchtitan_clone.config.signals import STOP_SIGNALS, handled_signals
+from torchtitan_clone.config.environment import STOP_SIGNALS, handled_signals
 
 
 @pytest.mark.parametrize(("handler", "ignored"), [(signal.SIG_DFL, set()), (signal.SIG_IGN, {signal.SIGHUP})])

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.data.corpora import TOKENIZER, open_corpus, write_corpus
-from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import open_dataset
 
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
-from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import build_tokenizer, open_dataset
 
 TOKENIZER = build_tokenizer(None)

@@ -1,7 +1,7 @@
 """Mixtures of the data tests: two local sources and a hub dataset, in three stages."""
 
 from tests.data.corpora import TOKENIZER, jsonl, texts, write
-from torchtitan_clone.config.schema import Data, DataSource, Stage, Training
+from torchtitan_clone.config.schema_training import Data, DataSource, Stage, Training
 from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data import Loader, LoaderOptions, open_dataset
 from torchtitan_clone.data.mixture import Mixture

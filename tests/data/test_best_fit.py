@@ -11,7 +11,7 @@ from tests.data.loaders import SEQ_LEN, next_batches, train_loader, validation_l
 from tests.data.test_formats import open_ids, random_documents, write_arrow, write_megatron
 from torchtitan_clone.config import Config, ConfigError
 from torchtitan_clone.config.checks import find_config_errors
-from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.data.best_fit import best_fit, divide
 from torchtitan_clone.ops import IGNORE_INDEX

@@ -15,7 +15,7 @@ from tests.data.test_best_fit import targets_of, trained_targets
 from tests.data.test_formats import documents_of, write_megatron
 from tests.programs import load_program
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Data, DataSource, Training
+from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.data.duplicates import KeptTokens, find_first

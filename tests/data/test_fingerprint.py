@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.corpora import open_corpus, write
-from torchtitan_clone.config.schema import Training
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data.sources import find_source, source_fingerprint
 
 

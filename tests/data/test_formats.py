@@ -20,7 +20,7 @@ from tests.data.corpora import TOKENIZER, open_corpus, write
 from tests.data.loaders import next_batches, rows_of, train_loader
 from tests.data.test_tokenizer import word_level
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.formats import TokenArray, TokenFiles, has_token_rows, select_token_files
 from torchtitan_clone.data.preparation import prepare_store

@@ -22,7 +22,7 @@ import zstandard
 from tests.data.corpora import jsonl, open_corpus, parquet, texts, write, zst
 from tests.data.test_sources import read
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Training
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data.sources import PIECE_BYTES, describe_source, digest_of, find_source, source_fingerprint
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from torchtitan_clone.config.schema import Data, DataSource, Stage, Training
+from torchtitan_clone.config.schema_training import Data, DataSource, Stage, Training
 from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data.mixture import Mixture, Shares
 

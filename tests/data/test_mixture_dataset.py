@@ -14,7 +14,7 @@ from tests.data.corpora import TOKENIZER, jsonl, texts, write
 from tests.data.loaders import assert_equal, concatenate, next_batches, train_loader
 from tests.data.mixtures import GLOBAL_BATCH, SEQ_LEN, STAGES, Run, open_mixture, sources, write_sources
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Data, DataSource, Stage, Training
+from torchtitan_clone.config.schema_training import Data, DataSource, Stage, Training
 from torchtitan_clone.data import LoaderOptions, ValidationLoader, open_dataset
 from torchtitan_clone.ops import SOURCE_BITS
 

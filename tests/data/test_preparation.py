@@ -19,7 +19,7 @@ from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
 from tests.programs import ROOT, load_program
 from tests.support.harness import run_ranks
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source
 

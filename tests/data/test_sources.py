@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.corpora import jsonl, parquet, texts, write, zst
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Training
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data.sources import PIECE_BYTES, BadRows, find_source, read_documents, stdlib_source
 
 ROWS = texts(20)

@@ -20,7 +20,7 @@ from tests.data.loaders import train_loader, validation_loader
 from tests.data.processes import children, is_alive, wait_for
 from tests.data.test_tokenizer import MADE, stored, word_level
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import build_tokenizer, open_dataset
 from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source

@@ -15,7 +15,7 @@ from tests.support.faults import Fault
 from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
 from tests.support.trainers import open_trainer
 from torchtitan_clone.checkpoint.save import save_thread
-from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.config.schema_training import Optimizer
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.ops.attention import OnHost, visible_starts
 from torchtitan_clone.ops.blockwise_attention import document_attention

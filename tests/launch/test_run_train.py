@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.config.remedies import REQUIREMENTS
+from torchtitan_clone.config.messages import REQUIREMENTS
 
 REPO = Path(__file__).parents[2]
 

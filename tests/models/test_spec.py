@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_clone.config import ConfigError, help_text
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.models import MODELS, find_model
 from torchtitan_clone.parallel.init_weights import init_weights
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
+from torchtitan_clone.config.schema_training import Optimizer, OptimizerGroup
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.optim import OPTIMIZERS, build_optimizer
 from torchtitan_clone.optim.optimizers import OptimizerKind

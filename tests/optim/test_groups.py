@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.support import runs
 from torchtitan_clone.config import load_config
-from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
+from torchtitan_clone.config.schema_training import Optimizer, OptimizerGroup
 from torchtitan_clone.optim import OPTIMIZERS, OptimizerKind, find_optimizer_errors
 from torchtitan_clone.optim.groups import resolve_groups
 

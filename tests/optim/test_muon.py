@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support import runs
 from tests.support.harness import run_ranks
 from torchtitan_clone.config import load_config
-from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
+from torchtitan_clone.config.schema_training import Optimizer, OptimizerGroup
 from torchtitan_clone.ops.orthogonalize import orthogonalize
 from torchtitan_clone.optim import MatrixLayout, build_optimizer, find_optimizer_errors
 from torchtitan_clone.optim.groups import resolve_groups

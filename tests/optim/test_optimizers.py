@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.config.schema_training import Optimizer
 from torchtitan_clone.optim import build_optimizer
 from torchtitan_clone.torch_compat import TorchDispatchMode, fake_tensors
 

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import LRScheduler
+from torchtitan_clone.config.schema_training import LRScheduler
 from torchtitan_clone.optim import build_schedule
 
 

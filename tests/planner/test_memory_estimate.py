@@ -7,7 +7,7 @@ from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.memory_estimate import estimate_memory
 from torchtitan_clone.planner.step_memory import predict_step_memory
 from torchtitan_clone.planner.time_model import predict_step_time
-from torchtitan_clone.run.dry_run import summary
+from torchtitan_clone.run.describe import summary
 
 LLAMA = {"model.flavor": "8B", "model.args.n_layers": 8, "training.seq_len": 4096, "training.document_masking": "false"}
 GROUPS = {"fault_tolerance.enable": "true", "fault_tolerance.group_size": 2}

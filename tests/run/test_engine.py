@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.harness import run_ranks
 from tests.support.runs import ROOT, losses, options, rows
 from tests.support.trainers import full_copies, open_trainer, train_all
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 
 PACKAGE = ROOT / "torchtitan_clone"
 BUFFERED = {

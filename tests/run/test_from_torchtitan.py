@@ -1,6 +1,6 @@
 """The files of torchtitan v0.2.2 can be dry-run on a machine without GPUs, or one refusal names all that they lack.
 
-Of torchtitan_clone/config/torchtitan_compat.py. The table holds names and values of these files; COMMON is in all.
+Of torchtitan_clone/config/compat.py. The table holds names and values of these files; COMMON is in all.
 With TORCHTITAN_CHECKOUT set to a checkout of that version, the files themselves are read.
 """
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from torchtitan_clone.config import ConfigError, read_config
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.dry_run import simulated_device_type, summary
+from torchtitan_clone.run.describe import simulated_device_type, summary
 
 COMMON = {
     "job.print_config": False,

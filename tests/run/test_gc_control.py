@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from torchtitan_clone.run.gc_control import GCControl, importing
+from torchtitan_clone.run.stopping import GCControl, importing
 
 
 class Node:

@@ -28,14 +28,14 @@ from tests.support.runs import losses, options, train
 from tests.support.trainers import full_copies, open_trainer
 from torchtitan_clone.checkpoint.summary import describe_step
 from torchtitan_clone.config import load_config
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.hub.folder import INDEX_FILE
 from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.hub.weights import check_tokenizer
 from torchtitan_clone.models import find_model
-from torchtitan_clone.run.outcome import TrainingError
+from torchtitan_clone.run.state import TrainingError
 
 ROOT = Path(__file__).parents[2]
 SPLITS = {

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Dee
 from scripts import convert_from_hf
 from tests.support.runs import losses, options, train
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.hub.weights import open_initial_weights
 from torchtitan_clone.models import MODELS

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from torchtitan_clone.run.outcome import RunOutcome, TrainingError
+from torchtitan_clone.run.state import RunOutcome, TrainingError
 
 
 def outcome(**changes):

@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_clone.config import load_config, resolved_degrees, resolved_global_batch_size
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.run.phases import phase_of_step, phases
+from torchtitan_clone.run.plan import phase_of_step, phases
 
 FREEZE = """--training.freeze_schedule=[
     {step = 3, layers = 1}, {step = 5, layers = 2, pipeline_parallel_degree = 2, local_batch_size = 4},

@@ -12,8 +12,16 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.models import find_model
-from torchtitan_clone.run.plan import build_plan, later_phases, replica_identity, run_identity, write_config
-from torchtitan_clone.run.precision import fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.plan import (
+    build_plan,
+    fsdp_blocks_per_group,
+    keeps_gradients,
+    later_phases,
+    loss_chunk_tokens,
+    replica_identity,
+    run_identity,
+    write_config,
+)
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"

@@ -9,8 +9,8 @@ from tests.support.runs import exit_codes, options
 from torchtitan_clone.config import load_config
 from torchtitan_clone.models.moe import MoEArgs, MoEModelArgs
 from torchtitan_clone.ops.kernels import has_bfloat16_units
-from torchtitan_clone.run.notices import find_model_notices, find_notices
-from torchtitan_clone.run.precision import resolved_precision
+from torchtitan_clone.run.plan import resolved_precision
+from torchtitan_clone.run.preflight import find_model_notices, find_notices
 
 WITHOUT_UNITS = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 """Makes torch compute like a processor without bfloat16 units: products take 50 times longer."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.runs import options, train
 from torchtitan_clone.config import load_config
-from torchtitan_clone.run.results import describe_extension
+from torchtitan_clone.run.describe import describe_extension
 
 
 def test_the_commands_of_a_complete_run_work_without_its_environment(corpus, tmp_path):

@@ -12,10 +12,10 @@ from tests.support.parity_matrix import PREDICTION
 from tests.support.runs import losses, options, rows
 from tests.support.trainers import train_all
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.dry_run import summary
+from torchtitan_clone.run.describe import summary
 from torchtitan_clone.run.plan import later_phases
 
 STEPS = 12

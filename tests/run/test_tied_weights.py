@@ -13,7 +13,7 @@ from tests.run.test_stages import BORDER, EXTENSION, stage_options
 from tests.support.harness import run_ranks
 from tests.support.runs import losses, options, train
 from tests.support.trainers import open_trainer, train_all
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.tools.trained_model import open_trained_model
 

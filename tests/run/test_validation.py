@@ -10,10 +10,10 @@ from tests.data.test_tokenizer import MADE, stored
 from tests.support.harness import run_ranks
 from tests.support.runs import options, rows, train
 from tests.support.trainers import open_trainer
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.token_store import is_held_out
-from torchtitan_clone.run.timeouts import Timeouts
+from torchtitan_clone.run.stopping import Timeouts
 from torchtitan_clone.tools.samples import NextTokens, sample
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.support.plain_data import PlainBatch, PlainData, context_of
 from torchtitan_clone.config import load_config
-from torchtitan_clone.config.schema import LRScheduler
+from torchtitan_clone.config.schema_training import LRScheduler
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, pick_device

@@ -13,7 +13,7 @@ from tests.support.harness import run_ranks
 from tests.support.runs import options, redirect_output, rows
 from tests.support.trainers import open_trainers
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.schema import EvaluationTask
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.observe.logging import setup_logging

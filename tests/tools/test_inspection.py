@@ -18,7 +18,7 @@ from tests.support.harness import run_ranks
 from tests.support.runs import make_short_documents, options, rows, train
 from tests.support.trainers import open_trainers
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.tools.inspection import inspect_run

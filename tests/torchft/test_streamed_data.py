@@ -7,7 +7,7 @@ from tests.support.cluster import Cluster, committed_once
 from tests.support.faults import Fault
 from tests.support.runs import losses, options, train
 from torchtitan_clone.checkpoint.folder import expected_progress
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.schema import Checkpoint
 
 pytest.importorskip("datasets")

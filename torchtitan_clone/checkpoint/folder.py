@@ -22,7 +22,7 @@ from pathlib import Path
 
 from torchtitan_clone.checkpoint.writer import ALGORITHMS, DIGEST, DIGESTS, Bytes, FileRecord, digest_of, write_file
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.remedies import describe_download
+from torchtitan_clone.config.messages import describe_download
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import (
     MAX_BYTES,

@@ -41,7 +41,7 @@ from torchtitan_clone.checkpoint.format import (
 from torchtitan_clone.checkpoint.tensor_file import NAMES, bytes_of, read_header
 from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import MAX_BYTES, escape, open_regular, parse_json
 from torchtitan_clone.ops.dtensor_shards import TensorShard, describe_shard, local_shard

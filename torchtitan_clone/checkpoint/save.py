@@ -33,8 +33,8 @@ from torchtitan_clone.checkpoint.folder import PROGRESS_FILE, Progress, commit, 
 from torchtitan_clone.checkpoint.format import INDEX_FILE, FileLayout
 from torchtitan_clone.checkpoint.tensor_file import file_content
 from torchtitan_clone.checkpoint.writer import FileRecord, WriterLostError, WriterProcess, chunks_of, write_file
+from torchtitan_clone.config.environment import STOP_SIGNALS
 from torchtitan_clone.config.schema import Checkpoint
-from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.files import format_bytes
 from torchtitan_clone.torch_compat import default_store

@@ -2,16 +2,16 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, cast, get_args, get_origin, get_type_hints
 
-from torchtitan_clone.config.overlay import shown
-from torchtitan_clone.config.remedies import either, nearest_multiples
+from torchtitan_clone.config.messages import either, nearest_multiples, no_such, shown
 from torchtitan_clone.config.resolved import EXPORT_FOLDER, run_name
-from torchtitan_clone.config.schema import Config, FaultTolerance, Profiling, Range, Slurm
+from torchtitan_clone.config.schema import Config, FaultTolerance, Parallelism, Profiling, Slurm
+from torchtitan_clone.config.schema_training import LRScheduler, Model, Optimizer, OptimizerGroup, Range
 from torchtitan_clone.config.stages import find_data_errors
 from torchtitan_clone.documents import is_plain_name
 
@@ -281,3 +281,42 @@ def _find_secrets(slurm: Slurm) -> Iterator[str]:
                 rule = "looks like a secret, which would be readable in config.toml and in every checkpoint"
                 remedy = f"remove it and export {name} before submit.py, as sbatch passes the environment on"
                 yield f"{option}: {name} {rule}; {remedy}."
+
+
+def find_unknown_model(model: Model, *, known: Collection[str]) -> Iterator[str]:
+    """Yields a message if there is no such family."""
+    if model.name not in known:
+        yield no_such("model.name", model.name, what="model", known=known)
+
+
+def find_unknown_flavor(model: Model, *, family: str, known: Collection[str]) -> Iterator[str]:
+    """Yields a message if a family has no such flavor."""
+    if model.flavor not in known:
+        yield no_such("model.flavor", model.flavor, what=f"flavor of {family}", known=known)
+
+
+def find_unknown_optimizers(optimizer: Optimizer, *, known: Collection[str]) -> Iterator[str]:
+    """Yields one message for each name that is no optimizer."""
+    names = {"optimizer.name": optimizer.name}
+    names |= {f"{describe_group(group)}: name": group.name for group in optimizer.groups if group.name is not None}
+    for option, name in names.items():
+        if name not in known:
+            yield no_such(option, name, what="optimizer", known=known)
+
+
+def describe_group(group: OptimizerGroup) -> str:
+    """Returns an entry of optimizer.groups as messages name it."""
+    return f'optimizer.groups, pattern "{group.pattern}"'
+
+
+def find_unknown_decay(lr_scheduler: LRScheduler, *, known: Collection[str]) -> Iterator[str]:
+    """Yields a message if there is no such decay."""
+    if lr_scheduler.decay_type not in known:
+        yield no_such("lr_scheduler.decay_type", lr_scheduler.decay_type, what="shape", known=known)
+
+
+def find_unknown_schedule(parallelism: Parallelism, *, known: Collection[str]) -> Iterator[str]:
+    """Yields a message if there is no such pipeline schedule, unless a file takes its place."""
+    name = parallelism.pipeline_parallel_schedule
+    if name not in known and not parallelism.pipeline_parallel_schedule_csv:
+        yield no_such("parallelism.pipeline_parallel_schedule", name, what="schedule", known=known)

@@ -1,9 +1,10 @@
-"""Numbers in environment variables, as torchrun and run_train.sh set them."""
+"""What a process is told from outside: numbers in environment variables, and the signals that ask it to stop."""
 
 import os
 import re
+import signal
 
-from torchtitan_clone.config.overlay import ConfigError, shown
+from torchtitan_clone.config.messages import ConfigError, shown
 
 MAX_WORLD_SIZE = 2**17
 
@@ -20,3 +21,13 @@ def environment_integer(name: str, *, default: int, low: int = 0, high: int = MA
     raise EnvironmentVariableError(
         f"${name} = {shown(text)}: must be an integer from {low:,} to {high:,}; unset it, or start with run_train.sh"
     )
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Sent by a scheduler to every process of a job, or by a terminal (Ctrl-C, closing it) to its foreground processes."""
+
+
+def handled_signals() -> tuple[signal.Signals, ...]:
+    """Returns the stop signals without a SIGHUP that this process ignores because it was started by nohup."""
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (is_nohup and number is signal.SIGHUP))

@@ -9,9 +9,9 @@ from functools import cache
 from itertools import pairwise
 from typing import cast, get_args, get_type_hints
 
-from torchtitan_clone.config import schema
+from torchtitan_clone.config import schema, schema_training
 from torchtitan_clone.config.checks import ranges_of
-from torchtitan_clone.config.overlay import ConfigError, describe, did_you_mean, shown, toml_key, toml_like
+from torchtitan_clone.config.messages import ConfigError, describe, did_you_mean, shown, toml_key, toml_like
 from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config
 
@@ -130,7 +130,8 @@ def option_docs() -> dict[str, dict[str, str]]:
 @cache
 def _docs_by_class() -> dict[str, dict[str, str]]:
     """Returns the docstring of every field by class and name, parsed from the schema's source."""
-    classes = [node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (schema, schema_training)]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     docs: dict[str, dict[str, str]] = {node.name: {} for node in classes}
     for node in classes:
         for pair in pairwise(node.body):

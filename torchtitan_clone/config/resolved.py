@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism, Training
+from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism
+from torchtitan_clone.config.schema_training import Training
 
 EXPORT_FOLDER = "hf"
 """Folder of exports in a run's folder."""

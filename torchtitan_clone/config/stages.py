@@ -8,8 +8,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchtitan_clone.config.overlay import did_you_mean, shown
-from torchtitan_clone.config.schema import MAX_STEPS, WEIGHTS, Data, DataSource, Stage, Training
+from torchtitan_clone.config.messages import did_you_mean, shown
+from torchtitan_clone.config.schema_training import MAX_STEPS, WEIGHTS, Data, DataSource, Stage, Training
 from torchtitan_clone.documents import is_plain_name
 
 WHOLE_RUN = "data"

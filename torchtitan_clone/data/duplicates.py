@@ -22,7 +22,7 @@ from typing import get_args
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.messages import shown
 from torchtitan_clone.data.formats import Tokens, map_bytes
 from torchtitan_clone.data.sources import digest_of
 from torchtitan_clone.data.token_store import Split, TokenStore, build_once, check_documents, corrupt_store_error

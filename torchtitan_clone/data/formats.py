@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json, shorten
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.config.environment import STOP_SIGNALS
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
 from torchtitan_clone.data.mixture_state import find_data_changes, mixture_record, streams_to_resume
 from torchtitan_clone.data.packing import Batch, pack

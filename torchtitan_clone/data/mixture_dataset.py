@@ -15,7 +15,7 @@ from functools import cache, partial
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.messages import shown
 from torchtitan_clone.data.mixture import Mixture
 from torchtitan_clone.data.row_reader import (
     BatchSlice,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.stages import WHOLE_RUN, DataStage, Timeline
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
 from torchtitan_clone.data.row_reader import StreamState

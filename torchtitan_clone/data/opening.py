@@ -7,8 +7,8 @@ from functools import partial
 from typing import TypeVar
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import shown
-from torchtitan_clone.config.schema import Data, DataSource, Training
+from torchtitan_clone.config.messages import shown
+from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import WHOLE_RUN
 from torchtitan_clone.data.duplicates import drop_duplicates
 from torchtitan_clone.data.mixture import Mixture

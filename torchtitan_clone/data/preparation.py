@@ -25,8 +25,8 @@ import numpy as np
 
 from torchtitan_clone.cache_folders import user_cache_folder
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.schema import Data
+from torchtitan_clone.config.messages import toml_like
+from torchtitan_clone.config.schema_training import Data
 from torchtitan_clone.data.encoder import TokenizerProcessError, encode_batches
 from torchtitan_clone.data.formats import (
     TokenFiles,

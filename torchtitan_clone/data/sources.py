@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import describe_empty_path
-from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.remedies import describe_download
-from torchtitan_clone.config.schema import Training
+from torchtitan_clone.config.messages import describe_download, toml_like
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data.compression import ERRORS, decompressed
 from torchtitan_clone.data.formats import select_token_files, with_companions
 from torchtitan_clone.data.kinds import LINE_BYTES, kind_of

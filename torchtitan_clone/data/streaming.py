@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.remedies import install
-from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.messages import install, toml_like
+from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data.row_reader import (
     START,
     BatchSlice,

@@ -14,8 +14,7 @@ import tokenizers
 from tokenizers import processors
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.remedies import describe_download
+from torchtitan_clone.config.messages import describe_download, toml_like
 from torchtitan_clone.documents import DocumentError, Value, find_member, is_unicode, parse_json, read_member, shorten
 
 logger = logging.getLogger("torchtitan_clone")

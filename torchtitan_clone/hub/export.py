@@ -19,7 +19,7 @@ from torchtitan_clone.checkpoint.agree import first_error
 from torchtitan_clone.checkpoint.folder import commit
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data.tokenizer import Tokenizer, tokenizer_files
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.hub.folder import CONFIG_FILE, INDEX_FILE, Entries, Tensors

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan_clone.checkpoint import tensor_file
 from torchtitan_clone.checkpoint.tensor_file import Entry
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.remedies import describe_download
+from torchtitan_clone.config.messages import describe_download
 from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
 from torchtitan_clone.hub.quantized import MXFP4_BLOCKS, MXFP4_SCALES, SCALES, BlockScaled, Mxfp4
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset

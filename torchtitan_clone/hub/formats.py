@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.messages import shown
 from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.hub.keys import (
     ONLY_VALUES,

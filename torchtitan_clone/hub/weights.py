@@ -14,7 +14,8 @@ from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
-from torchtitan_clone.config.schema import Checkpoint, Model
+from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from torchtitan_clone.documents import DocumentError, read_member, shorten
 from torchtitan_clone.hub.folder import CONFIG_FILE, WeightFolder, open_weight_folder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.schema import Config, Slurm
 
 OTHER_PARTITIONS = ("-p", "--partition", "-M", "--cluster")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from torchtitan_clone.config import Config, ConfigError, read_config
-from torchtitan_clone.config.signals import handled_signals
+from torchtitan_clone.config.environment import handled_signals
 from torchtitan_clone.documents import escape
 from torchtitan_clone.network import LOOPBACK, InterfaceError, find_interface, is_loopback, listen
 from torchtitan_clone.observe.outputs import guard_outputs, print_error

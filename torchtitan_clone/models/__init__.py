@@ -8,8 +8,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.names import find_unknown_model
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.checks import find_unknown_model
+from torchtitan_clone.config.schema_training import Model
 
 if TYPE_CHECKING:
     from torchtitan_clone.models.spec import ModelSpec

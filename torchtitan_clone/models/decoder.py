@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_clone.config.checks import find_range_errors
-from torchtitan_clone.config.schema import Range, Size
+from torchtitan_clone.config.schema_training import Range, Size
 from torchtitan_clone.interfaces import FSDPGroup
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind

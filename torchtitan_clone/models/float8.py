@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.remedies import install
+from torchtitan_clone.config.messages import install
 from torchtitan_clone.config.schema import Float8
 from torchtitan_clone.ops.layers import Linear
 

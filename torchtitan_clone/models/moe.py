@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.config.checks import find_range_errors
-from torchtitan_clone.config.schema import Range
+from torchtitan_clone.config.schema_training import Range
 from torchtitan_clone.interfaces import RowShards, TokenExchange
 from torchtitan_clone.models.balancing import (
     BATCH,

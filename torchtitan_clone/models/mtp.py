@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torchtitan_clone.config.schema import Range
+from torchtitan_clone.config.schema_training import Range
 from torchtitan_clone.models.decoder import ModelArgs, TransformerBlock
 from torchtitan_clone.models.mla import TokenLinear
 from torchtitan_clone.models.moe import MoEModelArgs

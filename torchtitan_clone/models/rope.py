@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from torchtitan_clone.config.schema import Range, Size
+from torchtitan_clone.config.schema_training import Range, Size
 
 Factor = Annotated[float, Range(1e-6, 1e6)]
 Positions = tuple[Tensor, Tensor] | Tensor | None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError, overlay
-from torchtitan_clone.config.names import find_unknown_flavor
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.checks import find_unknown_flavor
+from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.interfaces import KeptOperations, TensorPlan
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.observe.flops import training_flops_per_token

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from torchtitan_clone.config.schema import Range
+from torchtitan_clone.config.schema_training import Range
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.layer_kinds import LayerKind, find_pattern_errors, repeat_pattern
 from torchtitan_clone.models.rope import RopeArgs

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.remedies import install
+from torchtitan_clone.config.messages import install
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.documents import DocumentError, escape, open_regular, parse_json, read_regular
 from torchtitan_clone.files import write_atomically

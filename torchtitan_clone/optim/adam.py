@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.config.schema_training import Optimizer
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.torch_compat import converted, foreach_add_, foreach_mul_, has_triton, is_fake, simulates_gpu
 

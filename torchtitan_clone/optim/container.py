@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.names import find_unknown_optimizers
-from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.config.checks import find_unknown_optimizers
+from torchtitan_clone.config.schema_training import Optimizer
 from torchtitan_clone.optim.adam import Adam
 from torchtitan_clone.optim.groups import build_torch_optimizers, resolve_groups
 from torchtitan_clone.optim.matrices import MatrixLayout

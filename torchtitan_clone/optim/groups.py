@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, overlay
-from torchtitan_clone.config.checks import find_range_errors
-from torchtitan_clone.config.names import describe_group, find_unknown_optimizers
-from torchtitan_clone.config.overlay import did_you_mean
-from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
+from torchtitan_clone.config.checks import describe_group, find_range_errors, find_unknown_optimizers
+from torchtitan_clone.config.messages import did_you_mean
+from torchtitan_clone.config.schema_training import Optimizer, OptimizerGroup
 from torchtitan_clone.optim.matrices import MatrixLayout
 from torchtitan_clone.optim.optimizers import OPTIMIZERS, ParamGroup
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_clone.config.schema import Fraction, Range
+from torchtitan_clone.config.schema_training import Fraction, Range
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.orthogonalize import orthogonalize, orthogonalize_flops
 from torchtitan_clone.optim.matrices import (

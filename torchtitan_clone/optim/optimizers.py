@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.config import overlay
-from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.config.schema_training import Optimizer
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.optim.adam import Adam, adam_arguments, adam_state
 from torchtitan_clone.optim.muon import Muon, MuonArgs, muon_state

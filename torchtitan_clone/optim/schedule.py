@@ -6,9 +6,9 @@ from functools import partial
 from itertools import pairwise
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.names import find_unknown_decay
-from torchtitan_clone.config.overlay import shown
-from torchtitan_clone.config.schema import MAX_STEPS, LRScheduler
+from torchtitan_clone.config.checks import find_unknown_decay
+from torchtitan_clone.config.messages import shown
+from torchtitan_clone.config.schema_training import MAX_STEPS, LRScheduler
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,

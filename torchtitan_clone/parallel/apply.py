@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.interfaces import FSDPGroup, KeptOperations, TensorPlan
 from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.expert import apply_expert_parallel, divide_rows, expert_modules

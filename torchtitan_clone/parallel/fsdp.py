@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from torchtitan_clone.config.schema import Parallelism, Training
+from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.interfaces import FSDPGroup
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages

@@ -1,4 +1,4 @@
-"""What the core finds here: `run.dry_run.Planner`."""
+"""What the core finds here: `run.describe.Planner`."""
 
 from torchtitan_clone.config import Config
 from torchtitan_clone.planner.collective_trace import trace_collectives as trace_collectives

@@ -11,9 +11,9 @@ from pathlib import Path
 import tomli
 
 from torchtitan_clone.config import Config, ConfigError, overlay
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.messages import shown
 from torchtitan_clone.documents import DocumentError, read_regular
-from torchtitan_clone.run.dry_run import DEVICE_TYPES
+from torchtitan_clone.run.describe import DEVICE_TYPES
 
 TABLES = Path(__file__).parent / "tables"
 DIVISORS = re.compile(r"memory_.*|node_size|(link|network)_gbps|fitted\.(products|float8|attention|link|network)")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.planner.hardware import Fitted, Hardware
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)

@@ -20,8 +20,7 @@ from torchtitan_clone.planner.work import (
     shape_of,
     sharded_groups,
 )
-from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import is_without_fsdp, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.plan import RunPlan, is_without_fsdp, keeps_gradients, loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

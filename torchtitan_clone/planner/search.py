@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Literal
 
 from torchtitan_clone.config import Config, ConfigError, Degrees, load_config
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.schema import ActivationCheckpoint, Parallelism
 from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.planner.memory_estimate import MemoryEstimate, estimate_memory

@@ -13,8 +13,7 @@ from torch import nn
 from torchtitan_clone.config import Config, ConfigError, Degrees
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.ops.weight_use import VECTOR, UsesWeights, WeightUse
-from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import fsdp_blocks_per_group
+from torchtitan_clone.run.plan import RunPlan, fsdp_blocks_per_group
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention backward, in those of its forward: it computes the scores again. Source: arXiv 2307.08691."""

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_clone.config import Config, ConfigError
-from torchtitan_clone.config.checks import find_config_errors
-from torchtitan_clone.config.names import (
+from torchtitan_clone.config.checks import (
+    find_config_errors,
     find_unknown_decay,
     find_unknown_flavor,
     find_unknown_model,
     find_unknown_optimizers,
     find_unknown_schedule,
 )
-from torchtitan_clone.config.schema import Model
+from torchtitan_clone.config.schema_training import Model
 
 _PACKAGE = Path(__file__).parents[1]
 

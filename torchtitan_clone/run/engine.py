@@ -25,8 +25,7 @@ from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import set_up_compile
-from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.plan import RunPlan, fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

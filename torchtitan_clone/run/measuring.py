@@ -25,10 +25,9 @@ from torchtitan_clone.observe.records import (
 )
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.parallel.stragglers import StragglerReport
-from torchtitan_clone.run.outcome import StepResult
+from torchtitan_clone.run.folder import RunFolder
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.run_folder import RunFolder
-from torchtitan_clone.run.run_state import RunState
+from torchtitan_clone.run.state import RunState, StepResult
 
 logger = logging.getLogger("torchtitan_clone")
 

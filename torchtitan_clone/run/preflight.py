@@ -1,7 +1,7 @@
 """Checks a run before a process group starts or a folder is made.
 
 `resolve` checks what follows from the configuration alone, `check_start` also what this machine and the run's folder
-must provide; `prepare` then opens the data.
+must provide; `prepare` then opens the data. Notices are warnings of options that work, but probably not as intended.
 """
 
 import os
@@ -26,25 +26,37 @@ from torchtitan_clone.checkpoint.folder import (
     progress_to_resume,
 )
 from torchtitan_clone.config import Config, ConfigError, load_config
-from torchtitan_clone.config.overlay import no_such, shown
+from torchtitan_clone.config.checks import describe_group
+from torchtitan_clone.config.environment import environment_integer
+from torchtitan_clone.config.messages import no_such, shown
+from torchtitan_clone.config.reader import flat
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
-from torchtitan_clone.config.sources import flat
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
 from torchtitan_clone.models import find_model
+from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.float8 import check_float8_products, check_torchao
+from torchtitan_clone.models.moe import MoEModelArgs
 from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file, checked_wandb
+from torchtitan_clone.ops.kernels import has_bfloat16_units
 from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.replicas.protocol import replica_groups
-from torchtitan_clone.run.dry_run import check_planner
+from torchtitan_clone.run.describe import check_planner
+from torchtitan_clone.run.folder import LOCK_FILE, RunFolder
 from torchtitan_clone.run.loaders import open_loaders
-from torchtitan_clone.run.memory import find_memory_errors
-from torchtitan_clone.run.phases import phases
-from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, later_phases, plan_after, run_identity
-from torchtitan_clone.run.precision import resolved_precision
+from torchtitan_clone.run.plan import (
+    RunPlan,
+    build_plan,
+    first_step_of,
+    is_export_due,
+    later_phases,
+    phases,
+    plan_after,
+    resolved_precision,
+    run_identity,
+)
 from torchtitan_clone.run.rules import describe_entry, find_pipeline_schedule_errors, find_run_errors
-from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
 from torchtitan_clone.run.validation import Evaluator, build_evaluators
 
 if TYPE_CHECKING:
@@ -311,4 +323,135 @@ def _check_folder_is_ours(plan: RunPlan) -> None:
         raise ConfigError(
             f"the run folder {plan.folder} holds checkpoints of another run: {', '.join(changes)}; "
             "choose another job.run_name, put the values back, or delete the folder"
+        )
+
+
+TENSORS_PER_PARAMETER = 4
+"""Weight, gradient and Adam's two moments; of a frozen one the weight."""
+TOKEN_BYTES = 24
+"""Token, target and position, each of 8 bytes."""
+
+
+def find_memory_errors(plan: RunPlan, *, device: torch.device) -> Iterator[str]:
+    """Yields one message if weights, optimizer state or a batch cannot fit; a run needs more than what is counted."""
+    training, validation = plan.config.training, plan.config.validation
+    start = "" if (step := first_step_of(plan)) == 1 else f"from step {step}, "
+    processes = environment_integer("LOCAL_WORLD_SIZE", default=1, low=1)
+    host = host_memory() // processes
+    rows = plan.microbatches * training.local_batch_size
+    on_device = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    needs = {
+        "model.args: weights, gradients and optimizer state": (
+            state_bytes(plan), host if training.enable_cpu_offload else on_device,
+            "set model.args to a smaller model, or train on more ranks",
+        ),
+        f"training.local_batch_size = {training.local_batch_size}: the inputs of the layers": (
+            activation_bytes(plan, rows=training.local_batch_size), on_device,
+            "decrease it or training.seq_len",
+        ),
+        f"training.global_batch_size = {plan.global_batch_size}: the tokens of one step": (
+            rows * training.seq_len * TOKEN_BYTES // plan.degrees.cp, host,
+            "decrease it or training.seq_len",
+        ),
+        f"validation.local_batch_size = {validation.local_batch_size}: the input of one layer": (
+            hidden_bytes(plan, rows=validation.local_batch_size if validation.enable else 0), on_device,
+            "decrease it or training.seq_len",
+        ),
+    }  # fmt: skip
+    for name, (needed, present, remedy) in needs.items():
+        if needed > present:
+            sizes = f"{needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB"
+            yield f"{start}{name} need at least {sizes} of memory that a process has here; {remedy}."
+
+
+def host_memory() -> int:
+    """Returns the bytes of memory and swap of this machine."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        return sizes["MemTotal"] + sizes["SwapTotal"]
+    except (OSError, KeyError, ValueError):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def state_bytes(plan: RunPlan) -> int:
+    """Returns the bytes of weights, gradients and optimizer state that a rank holds on average."""
+    degrees = plan.degrees
+    ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
+    frozen_modules = tuple(f"{name}." for name in plan.frozen_modules)
+    frozen = sum(weight.numel() for name, weight in plan.parameters.items() if name.startswith(frozen_modules))
+    tensors = TENSORS_PER_PARAMETER * (plan.parameter_count - frozen) + frozen
+    return tensors * getattr(torch, plan.config.training.dtype).itemsize // ranks
+
+
+def activation_bytes(plan: RunPlan, *, rows: int) -> int:
+    """Returns the bytes of the trained layers' inputs, which backward needs even if it recomputes all else."""
+    if plan.degrees.pp > 1:  # of one micro-batch and layer: what runs at once depends on the schedule
+        return hidden_bytes(plan, rows=min(rows, plan.config.parallelism.pipeline_parallel_microbatch_size))
+    return (plan.model_args.n_layers - plan.frozen_layers) * hidden_bytes(plan, rows=rows)
+
+
+def hidden_bytes(plan: RunPlan, *, rows: int) -> int:
+    """Returns the bytes of one hidden state [rows, seq_len, dim] of this rank."""
+    training, degrees = plan.config.training, plan.degrees
+    tokens = rows * training.seq_len // (degrees.cp * degrees.tp)
+    return tokens * plan.model_args.dim * getattr(torch, training.mixed_precision_param).itemsize
+
+
+ADAM_LR = (1e-7, 0.1)
+"""Peak learning rates between which Adam trains; published runs are between 1e-5 and 1e-2."""
+LARGEST_DECAY = 0.01
+LARGEST_BATCH = 10**8
+"""In tokens; the largest published batch is DeepSeek V3's, of 63 million."""
+
+
+def find_all_notices(plan: RunPlan, *, device_type: str) -> Iterator[str]:
+    """Yields one sentence for each, at a start and in a dry run."""
+    yield from find_notices(plan.config, device_type=device_type)
+    yield from find_model_notices(plan.model_args)
+    yield from find_value_notices(plan.config, tokens_per_step=plan.at_step(1).tokens_per_step)
+
+
+def find_value_notices(config: Config, *, tokens_per_step: int) -> Iterator[str]:
+    """Yields one sentence for each value that no published run is near."""
+    optimizer = config.optimizer
+    rates = {"optimizer.lr": optimizer.lr}
+    rates |= {f"{describe_group(group)}: lr": group.lr for group in optimizer.groups if group.lr is not None}
+    for option, lr in rates.items():
+        if not ADAM_LR[0] <= lr <= ADAM_LR[1]:
+            rule = "Adam changes a weight by about the learning rate in a step, and language models are trained with"
+            yield f"{option} = {lr:g}: {rule} 1e-5 to 1e-2"
+    if (share := optimizer.lr * optimizer.weight_decay) > LARGEST_DECAY and optimizer.lr <= ADAM_LR[1]:
+        rule = f"with optimizer.lr = {optimizer.lr:g} each step takes {min(1.0, share):.0%} of every weight"
+        yield f"optimizer.weight_decay = {optimizer.weight_decay:g}: {rule}; 0.1 is usual"
+    if tokens_per_step > LARGEST_BATCH:
+        rule = f"a step has {tokens_per_step:,} tokens, and the largest published batches 63 million"
+        yield f"training.local_batch_size = {config.training.local_batch_size}: {rule}; decrease the batch"
+
+
+def find_notices(config: Config, *, device_type: str) -> Iterator[str]:
+    """Yields one sentence for each option that does less than it says."""
+    warmup = config.lr_scheduler.warmup_steps
+    steps = config.lr_scheduler.total_steps or config.training.steps
+    if warmup > steps and not config.lr_scheduler.points:
+        yield (
+            f"lr_scheduler.warmup_steps = {warmup}: the schedule has {steps} steps, so it is only a warmup, of {steps} "
+            "steps; decrease it for a learning rate that decays"
+        )
+    if config.checkpoint.last_save_model_only and not config.checkpoint.enable:
+        yield "checkpoint.last_save_model_only = true: nothing is saved with checkpoint.enable = false"
+    if device_type == "cpu" and config.training.mixed_precision_param == "bfloat16" and not has_bfloat16_units():
+        yield (
+            'training.mixed_precision_param = "bfloat16": this processor has no bfloat16 units, so products '
+            'are emulated, up to 100 times slower; set it to "float32", or to "auto"'
+        )
+
+
+def find_model_notices(args: ModelArgs) -> Iterator[str]:
+    """Yields one sentence for each argument of the model."""
+    moe = args.moe if isinstance(args, MoEModelArgs) else None
+    if moe is not None and moe.top_k == 1 and moe.normalize_scores and not moe.auxiliary:
+        yield (
+            "model.args.moe.top_k = 1: with normalize_scores = true the only score of a token is 1, and the router "
+            "is not trained; set normalize_scores to false, a coefficient of an auxiliary loss, or top_k to 2"
         )

@@ -10,9 +10,8 @@ from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import choose_run_interface
 from torchtitan_clone.replicas.protocol import ReplicaContext, ReplicaGroup, join_replica_group, replica_groups
 from torchtitan_clone.run.plan import RunPlan, replica_identity
-from torchtitan_clone.run.run_state import RunState
-from torchtitan_clone.run.stopping import StopPolicy
-from torchtitan_clone.run.timeouts import Timeouts
+from torchtitan_clone.run.state import RunState
+from torchtitan_clone.run.stopping import StopPolicy, Timeouts
 
 
 def join_run(

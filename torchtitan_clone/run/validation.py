@@ -16,7 +16,7 @@ from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.timeouts import Timeouts
+from torchtitan_clone.run.stopping import Timeouts
 
 logger = logging.getLogger("torchtitan_clone")
 

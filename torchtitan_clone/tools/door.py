@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from torchtitan_clone.config import Config
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.run.engine import Engine
-from torchtitan_clone.run.phases import phases
-from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.timeouts import Timeouts
+from torchtitan_clone.run.plan import RunPlan, phases
+from torchtitan_clone.run.stopping import Timeouts
 from torchtitan_clone.run.validation import Evaluator, is_due
 from torchtitan_clone.tools.evaluation import evaluate
 from torchtitan_clone.tools.evaluation_tasks import Task, build_tasks

@@ -9,8 +9,9 @@ from random import Random
 
 from torchtitan_clone.config import Config, ConfigError
 from torchtitan_clone.config.checks import describe_empty_path
-from torchtitan_clone.config.overlay import shown
-from torchtitan_clone.config.schema import EvaluationTask, Training
+from torchtitan_clone.config.messages import shown
+from torchtitan_clone.config.schema import EvaluationTask
+from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.data.opening import with_own_options
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents

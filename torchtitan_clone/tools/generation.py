@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import find_range_errors
-from torchtitan_clone.config.schema import Range, Size
+from torchtitan_clone.config.schema_training import Range, Size
 from torchtitan_clone.documents import DocumentError, is_unicode, read_regular
 from torchtitan_clone.tools.kv_cache import LastToken, apply_kv_cache
 from torchtitan_clone.tools.trained_model import TrainedModel

@@ -15,7 +15,7 @@ import numpy as np
 from torchtitan_clone.checkpoint.folder import CONFIG_FILE
 from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
-from torchtitan_clone.config.schema import MAX_STEPS
+from torchtitan_clone.config.schema_training import MAX_STEPS
 from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
 from torchtitan_clone.data import Dataset, Mixture, MixtureDataset, Tokenizer, build_tokenizer, open_dataset
 from torchtitan_clone.data.duplicates import UniqueStore

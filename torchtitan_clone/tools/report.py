@@ -15,8 +15,8 @@ from pathlib import Path
 from string import Template
 
 from torchtitan_clone.config import Config, ConfigError
-from torchtitan_clone.config.remedies import install
-from torchtitan_clone.config.sources import flat
+from torchtitan_clone.config.messages import install
+from torchtitan_clone.config.reader import flat
 from torchtitan_clone.observe.goodput import EVENT
 from torchtitan_clone.observe.records import SAVED
 from torchtitan_clone.tools.report_charts import Chart, all_charts

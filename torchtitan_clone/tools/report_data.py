@@ -14,7 +14,7 @@ import numpy as np
 import tomli
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.sources import flat
+from torchtitan_clone.config.reader import flat
 from torchtitan_clone.documents import DocumentError, Value, parse_json, read_json, read_regular
 from torchtitan_clone.observe import records
 from torchtitan_clone.observe.goodput import read_rows

@@ -21,7 +21,7 @@ from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.engine import Engine, build_plan_forward_backward
 from torchtitan_clone.run.loaders import tokens_of_rank
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.timeouts import Timeouts
+from torchtitan_clone.run.stopping import Timeouts
 
 
 def encode_prompts(prompts: Sequence[str], *, tokenizer: Tokenizer, seq_len: int, new_tokens: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ import torch
 from torchtitan_clone.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, newest_complete_step, step_folder
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import Config, ConfigError, load_config
-from torchtitan_clone.config.remedies import describe_download
+from torchtitan_clone.config.messages import describe_download
 from torchtitan_clone.config.schema import Checkpoint, Parallelism
 from torchtitan_clone.data import Tokenizer, build_tokenizer
 from torchtitan_clone.hub.folder import CONFIG_FILE as HUB_CONFIG_FILE

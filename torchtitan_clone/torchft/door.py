@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import environment_integer
-from torchtitan_clone.config.remedies import install
+from torchtitan_clone.config.messages import install
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.replicas.protocol import ReplicaContext, ReplicaGroup
 from torchtitan_clone.torchft.lighthouse import parse_lighthouse_address, wait_for_lighthouse

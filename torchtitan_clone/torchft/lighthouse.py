@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.remedies import install
+from torchtitan_clone.config.messages import install
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.network import LOOPBACK, NoAnswerError, join_host_and_port
 

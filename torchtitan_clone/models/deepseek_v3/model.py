@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchtitan_clone.config.schema import Range, Size
+from torchtitan_clone.config.schema_training import Range, Size
 from torchtitan_clone.models.decoder import (
     Decoder,
     Epsilon,

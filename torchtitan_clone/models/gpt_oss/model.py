@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from torchtitan_clone.config.schema import Size
+from torchtitan_clone.config.schema_training import Size
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import (
     Decoder,

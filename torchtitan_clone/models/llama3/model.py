@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchtitan_clone.config.schema import Range
+from torchtitan_clone.config.schema_training import Range
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import Decoder, Hidden, ModelArgs, TransformerBlock, Width
 from torchtitan_clone.ops.layers import SwiGLU

@@ -6,7 +6,7 @@ Source: https://ai.meta.com/blog/llama-4-multimodal-intelligence; temperature of
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchtitan_clone.config.schema import Range, Size
+from torchtitan_clone.config.schema_training import Range, Size
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import (
     Decoder,

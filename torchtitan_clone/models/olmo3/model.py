@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from torchtitan_clone.config.schema import Size
+from torchtitan_clone.config.schema_training import Size
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import Decoder, Epsilon, Hidden, ModelArgs, TransformerBlock, Vocabulary
 from torchtitan_clone.models.rope import Positions, RopeArgs

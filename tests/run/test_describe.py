@@ -8,7 +8,7 @@ import pytest
 from tests.support.runs import options, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.dry_run import one_line_summary, summary
+from torchtitan_clone.run.describe import one_line_summary, summary
 
 
 def test_a_dry_run_prints_how_weights_are_sharded(corpus, tmp_path):

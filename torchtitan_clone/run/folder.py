@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, read_json
-from torchtitan_clone.run.outcome import TrainingError
 from torchtitan_clone.run.plan import RunPlan, write_config
+from torchtitan_clone.run.state import TrainingError
 
 logger = logging.getLogger("torchtitan_clone")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.config.sources import TABLES
-from torchtitan_clone.config.torchtitan_compat import FORMER_NAMES, TORCHTITAN_KEYS
+from torchtitan_clone.config.compat import FORMER_NAMES, TORCHTITAN_KEYS
+from torchtitan_clone.config.reader import TABLES
 
 SMALL = """
 [job]

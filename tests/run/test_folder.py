@@ -10,7 +10,7 @@ from tests.support.harness import run_ranks
 from tests.support.runs import options, train
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
+from torchtitan_clone.run.folder import LOCK_FILE, RunFolder
 
 
 def lock_as(argv: list[str], replica_ids: list[int], run_names: list[str]) -> str:
