@@ -10,13 +10,13 @@ import pytest
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.optim import OPTIMIZERS, SCHEDULES
 from torchtitan_clone.parallel import stages
-from torchtitan_clone.run.early import families, keys_of
+from torchtitan_clone.run.early import keys_of, read_families
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_names_in_the_source_are_those_of_the_dicts() -> None:
-    found = families()
+    found = read_families()
     assert {name: family.flavors for name, family in found.items()} == {
         name: list(spec.flavors) for name, spec in MODELS.items()
     }

@@ -18,18 +18,38 @@ from torchtitan_clone.documents import is_plain_name
 
 def find_config_errors(config: Config, *, device_type: str) -> list[str]:
     """Returns one message per violated rule."""
+    return [*find_table_errors(config), *find_device_errors(config, device_type=device_type)]
+
+
+def find_table_errors(config: Config) -> list[str]:
+    """Returns one message per rule that is violated on every device."""
     return [
         *find_range_errors(config, at=""),
         *_find_empty_paths(config),
         *_find_training_errors(config),
-        *_find_profiling_errors(config.profiling, device_type),
-        *_find_replica_group_errors(config, device_type),
+        *_find_profiling_errors(config.profiling),
+        *_find_replica_group_errors(config),
         *_find_evaluation_errors(config),
         *_find_storage_errors(config),
-        *_find_async_tensor_errors(config, device_type),
+        *_find_async_tensor_errors(config),
         *_find_slurm_errors(config.slurm),
         *find_data_errors(config.data, training=config.training),
     ]
+
+
+def find_device_errors(config: Config, *, device_type: str) -> Iterator[str]:
+    """Yields one message per option that this type of device does not support."""
+    options = config.fault_tolerance
+    if config.parallelism.enable_async_tensor_parallel and device_type != "cuda":
+        rule = f"requires CUDA, and this run is on {device_type}"
+        yield f"parallelism.enable_async_tensor_parallel = true: {rule}; set it to false."
+    if config.profiling.enable_memory_snapshot and device_type != "cuda":
+        rule = f"memory snapshots require CUDA, and this run is on {device_type}"
+        yield f"profiling.enable_memory_snapshot = true: {rule}; set it to false."
+    has_host_gradients = device_type != "cuda" or config.training.enable_cpu_offload
+    if options.enable and options.group_size >= 1 and options.process_group == "nccl" and has_host_gradients:
+        where = "offloaded to host memory" if device_type == "cuda" else f"on {device_type}"
+        yield f'fault_tolerance.process_group = "nccl": gradients are {where}; set it to "gloo".'
 
 
 @cache
@@ -101,12 +121,10 @@ def _find_evaluation_errors(config: Config) -> Iterator[str]:
         yield f"evaluation.tasks, name {shown(name)}: {rule}; rename it."
 
 
-def _find_async_tensor_errors(config: Config, device_type: str) -> Iterator[str]:
+def _find_async_tensor_errors(config: Config) -> Iterator[str]:
     if not config.parallelism.enable_async_tensor_parallel:
         return
     option = "parallelism.enable_async_tensor_parallel = true"
-    if device_type != "cuda":
-        yield f"{option}: requires CUDA, and this run is on {device_type}; set it to false."
     if not config.compile.compiles_model:
         remedy = "set compile.enable to true and add model to compile.components, or set it to false"
         yield f"{option}: requires the compiled model; {remedy}."
@@ -114,17 +132,14 @@ def _find_async_tensor_errors(config: Config, device_type: str) -> Iterator[str]
         yield f"{option}: parallelism.tensor_parallel_degree is 1; increase the degree, or set it to false."
 
 
-def _find_profiling_errors(profiling: Profiling, device_type: str) -> Iterator[str]:
-    if profiling.enable_memory_snapshot and device_type != "cuda":
-        rule = f"memory snapshots require CUDA, and this run is on {device_type}"
-        yield f"profiling.enable_memory_snapshot = true: {rule}; set it to false."
+def _find_profiling_errors(profiling: Profiling) -> Iterator[str]:
     needed = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and needed > profiling.profile_freq:
         rule = f"less than profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active}"
         yield f"profiling.profile_freq = {profiling.profile_freq}: {rule}; set it to at least {needed}."
 
 
-def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str]:
+def _find_replica_group_errors(config: Config) -> Iterator[str]:
     options = config.fault_tolerance
     if not options.enable:
         return
@@ -136,9 +151,6 @@ def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str
         if (value := getattr(options, key)) > highest:
             rule = f"must be at most {highest} with fault_tolerance.group_size {options.group_size}"
             yield f"fault_tolerance.{key} = {value}: {rule}."
-    if options.process_group == "nccl" and (device_type != "cuda" or config.training.enable_cpu_offload):
-        where = "offloaded to host memory" if device_type == "cuda" else f"on {device_type}"
-        yield f'fault_tolerance.process_group = "nccl": gradients are {where}; set it to "gloo".'
     if options.join_timeout_ms <= options.process_group_timeout_ms:
         rule = "the lighthouse would drop a replica group that waits for process_group_timeout_ms"
         remedy = f"set it to more than {options.process_group_timeout_ms}"

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from torchtitan_clone import doors
 from torchtitan_clone.checkpoint.folder import step_folder
 from torchtitan_clone.config import Config, ConfigError, changes_to_toml, to_toml
-from torchtitan_clone.config.checks import find_config_errors
+from torchtitan_clone.config.checks import find_device_errors
 from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.data import describe_data
@@ -81,8 +81,8 @@ def simulated_device_type(config: Config, *, present: str) -> str:
         return "cuda"
     if device != "auto":
         return device
-    errors = {device: len(find_config_errors(config, device_type=device)) for device in (present, "cuda")}
-    return "cuda" if errors["cuda"] < errors[present] else present
+    here, on_cuda = (len([*find_device_errors(config, device_type=each)]) for each in (present, "cuda"))
+    return "cuda" if on_cuda < here else present
 
 
 def one_line_summary(plan: RunPlan) -> str:

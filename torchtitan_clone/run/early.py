@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torchtitan_clone.config import Config, ConfigError
 from torchtitan_clone.config.checks import (
-    find_config_errors,
+    find_table_errors,
     find_unknown_decay,
     find_unknown_flavor,
     find_unknown_model,
@@ -36,21 +36,20 @@ def check_without_torch(config: Config, *, problems: Sequence[str] = ()) -> None
     """ConfigError with `problems` and all that is wrong on every device; does nothing where torch is imported."""
     if "torch" in sys.modules:
         return
-    of_gpu = find_config_errors(config, device_type="cuda")
-    found = [
+    errors = [
         *problems,
         *_find_model_errors(config.model),
-        *(message for message in find_config_errors(config, device_type="cpu") if message in of_gpu),
+        *find_table_errors(config),
         *find_unknown_optimizers(config.optimizer, known=keys_of("OPTIMIZERS", file="optim/optimizers.py")),
         *find_unknown_decay(config.lr_scheduler, known=keys_of("SCHEDULES", file="optim/schedule.py")),
         *find_unknown_schedule(config.parallelism, known=keys_of("SCHEDULES", file="parallel/stages.py")),
     ]
-    if found:
-        raise ConfigError(found)
+    if errors:
+        raise ConfigError(errors)
 
 
 def _find_model_errors(model: Model) -> Iterator[str]:
-    known = families()
+    known = read_families()
     yield from find_unknown_model(model, known=known)
     if family := known.get(model.name):
         related = [flavor for name in family.related for flavor in known[name].flavors]
@@ -58,9 +57,9 @@ def _find_model_errors(model: Model) -> Iterator[str]:
 
 
 @cache
-def families() -> dict[str, Family]:
+def read_families() -> dict[str, Family]:
     """Returns the families of models by their names, as the calls of ModelSpec in models/*/__init__.py state them."""
-    found: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for file in sorted(_PACKAGE.glob("models/*/__init__.py")):
         calls = [node for node in ast.walk(_parse(file)) if isinstance(node, ast.Call)]
         for call in calls:
@@ -68,8 +67,8 @@ def families() -> dict[str, Family]:
             if isinstance(call.func, ast.Name) and call.func.id == "ModelSpec":
                 related = ast.literal_eval(options["related"]) if "related" in options else ()
                 flavors = keys_of(ast.unparse(options["flavors"]), file=str(file))
-                found[ast.literal_eval(options["name"])] = Family(flavors, related)
-    return found
+                families[ast.literal_eval(options["name"])] = Family(flavors, related)
+    return families
 
 
 def keys_of(name: str, *, file: str) -> list[str]:
