@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torchtitan_clone.parallel.runtime import Launch
     from torchtitan_clone.replicas.protocol import ReplicaGroup
     from torchtitan_clone.run.plan import RunPlan
+    from torchtitan_clone.trainer import Trainer
 
     WrapReplicaGroup = Callable[[ReplicaGroup], ReplicaGroup]
 
@@ -153,64 +154,84 @@ def _train(
     stop: StopRequest,
     wrap_replica_group: "WrapReplicaGroup | None",
 ) -> int:
-    config = plan.config
+    """Prepares the run, starts the process group and trains; returns the exit code."""
     with importing():
         from torchtitan_clone.ops import kernels
-        from torchtitan_clone.ops.varlen_attention import choose_kernels
-        from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
+        from torchtitan_clone.parallel.runtime import process_group
         from torchtitan_clone.run import preflight
-        from torchtitan_clone.run.describe import describe_extension, one_line_summary
         from torchtitan_clone.run.kernel_record import settle_kernels
-        from torchtitan_clone.run.preflight import find_all_notices
         from torchtitan_clone.run.replicas import wait_for_peers
         from torchtitan_clone.run.state import TrainingError
         from torchtitan_clone.trainer import Trainer
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)
-    if prepared.completed_steps >= config.training.steps:
-        logger.info(
-            "the run in %s is complete: step %d of training.steps = %d; to continue, add %s",
-            plan.folder,
-            prepared.completed_steps,
-            config.training.steps,
-            describe_extension(config),
-        )
+    if prepared.completed_steps >= plan.config.training.steps:
+        _log_completed(plan, completed_steps=prepared.completed_steps)
         return 0
-    kernels.prepare(device, compiles_model=config.compile.compiles_model)  # in threads, while the run starts
+    kernels.prepare(device, compiles_model=plan.config.compile.compiles_model)  # in threads, while the run starts
     with stop.raising_at_once():
         peers_host = wait_for_peers(plan)
-    attention = choose_kernels(device, dtype=config.training.mixed_precision_param)
-    for line in (config.job.description, one_line_summary(plan), attention):
-        if line:
-            logger.info("%s", line)
-    for line in find_all_notices(plan, device_type=device.type):
-        logger.warning("%s", line)
+    _log_start(plan, device=device)
     try:
-        starts = wait_for_all_ranks(
-            config.comm,
-            launch=launch,
-            options=_options_that_must_match(plan, dataset=prepared.dataset),
-            is_stop_wanted=lambda: stop.reason is not None,
-        )
+        _wait_for_ranks(plan, dataset=prepared.dataset, launch=launch, stop=stop)
     except TimeoutError as error:
         logger.error("%s", error)
         return 1
-    if not starts:
-        raise StopBeforeTraining(stop.reason or "a signal to another rank")
-    with process_group(config.comm, launch=launch, device=device, peers_host=peers_host):
+    with process_group(plan.config.comm, launch=launch, device=device, peers_host=peers_host):
         settle_kernels(plan, rank=launch.rank, device=device, resumes=prepared.completed_steps > 0)
         try:
             trainer = Trainer(prepared, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
-            try:
-                complete = trainer.train()
-            except ConfigError as error:
-                if launch.local_rank != 0:  # found by one rank, as in the rows that it reads
-                    print_error(error)
-                raise
+            complete = _train_steps(trainer, launch=launch)
         except TrainingError as error:
             logger.error("%s", error)
             return 1
-    return _exit_code(config, complete=complete)
+    return _exit_code(plan.config, complete=complete)
+
+
+def _log_completed(plan: "RunPlan", *, completed_steps: int) -> None:
+    from torchtitan_clone.run.describe import describe_extension
+
+    message = "the run in %s is complete: step %d of training.steps = %d; to continue, add %s"
+    logger.info(message, plan.folder, completed_steps, plan.config.training.steps, describe_extension(plan.config))
+
+
+def _log_start(plan: "RunPlan", *, device: "torch.device") -> None:
+    """Logs what is trained and with which kernels of attention, and warns of options that work otherwise than meant."""
+    from torchtitan_clone.ops.varlen_attention import choose_kernels
+    from torchtitan_clone.run.describe import one_line_summary
+    from torchtitan_clone.run.preflight import find_all_notices
+
+    attention = choose_kernels(device, dtype=plan.config.training.mixed_precision_param)
+    for line in filter(None, (plan.config.job.description, one_line_summary(plan), attention)):
+        logger.info("%s", line)
+    for line in find_all_notices(plan, device_type=device.type):
+        logger.warning("%s", line)
+
+
+def _wait_for_ranks(plan: "RunPlan", *, dataset: "Dataset", launch: "Launch", stop: StopRequest) -> None:
+    """Returns once all ranks have started with the same options.
+
+    ConfigError where they differ, TimeoutError after comm.init_timeout_seconds, StopBeforeTraining if a rank was asked
+    to stop.
+    """
+    from torchtitan_clone.parallel.runtime import wait_for_all_ranks
+
+    options = _options_that_must_match(plan, dataset=dataset)
+    starts = wait_for_all_ranks(
+        plan.config.comm, launch=launch, options=options, is_stop_wanted=lambda: stop.reason is not None
+    )
+    if not starts:
+        raise StopBeforeTraining(stop.reason or "a signal to another rank")
+
+
+def _train_steps(trainer: "Trainer", *, launch: "Launch") -> bool:
+    """Returns whether the run is complete; prints a ConfigError that other ranks than the shown one may find alone."""
+    try:
+        return trainer.train()
+    except ConfigError as error:
+        if launch.local_rank != 0:  # found by one rank, as in the rows that it reads
+            print_error(error)
+        raise
 
 
 def _options_that_must_match(plan: "RunPlan", *, dataset: "Dataset") -> list[str]:
