@@ -30,7 +30,6 @@ from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
 from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after, run_identity, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
-from torchtitan_clone.run.remesh import remesh
 from torchtitan_clone.run.replicas import join_run
 from torchtitan_clone.run.state import RunOutcome, RunState, Saver, StepResult, TrainingError
 from torchtitan_clone.run.stopping import (
@@ -227,6 +226,8 @@ class Trainer:
         plan = self._run.plan.at_step(state.step + 1, batch=state.loader.next_batch_number)
         if plan is self.engine.plan:
             return False
+        from torchtitan_clone.run.remesh import remesh
+
         start = time.perf_counter()
         self._checkpoints.forget_layout()
         self._timeouts.expect_slow_steps()

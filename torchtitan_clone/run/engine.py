@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone.models.balancing import ExpertLoads
 from torchtitan_clone.models.decoder import Decoder
-from torchtitan_clone.models.float8 import convert_to_float8
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.models.mtp import MTP_LOSS
 from torchtitan_clone.observe.by_source import Totals
@@ -19,7 +18,6 @@ from torchtitan_clone.ops.kernels import prepare, use_kernels
 from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.optim import MatrixLayout, build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
-from torchtitan_clone.parallel.cuda_graph import GraphedForwardBackward
 from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, StepOutput, build_forward_backward
 from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm
 from torchtitan_clone.parallel.init_weights import init_weights
@@ -68,6 +66,8 @@ class Engine:
             loss_fn=loss_fn,
         )
         if config.compile.cuda_graph and device.type == "cuda":
+            from torchtitan_clone.parallel.cuda_graph import GraphedForwardBackward
+
             self.forward_backward = GraphedForwardBackward(self.forward_backward, self.parameters.values())
         self._loads = _build_loads(plan, model_parts=model_parts)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
@@ -219,6 +219,8 @@ def _convert(model: Decoder, *, plan: RunPlan) -> None:
     if plan.spec.convert is not None:
         plan.spec.convert(model, args=plan.model_args)
     if plan.config.model.converters:
+        from torchtitan_clone.models.float8 import convert_to_float8
+
         convert_to_float8(
             model,
             options=plan.config.quantize.linear.float8,

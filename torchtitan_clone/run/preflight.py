@@ -34,7 +34,6 @@ from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
 from torchtitan_clone.models import find_model
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.float8 import check_float8_products, check_torchao
 from torchtitan_clone.models.moe import MoEModelArgs
 from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file, checked_wandb
 from torchtitan_clone.ops.kernels import has_bfloat16_units
@@ -88,45 +87,45 @@ def resolve(
     With `looks_for_data` also with why the data is not on this machine, which is not searched for an invalid model.
     """
     config = resolved_precision(config, device_type=device_type)
-    found = list(problems)
+    errors = list(problems)
     spec, model_args, tokenizer = None, None, None
-    with _collected(found):
+    with _collected(errors):
         tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
-    with _collected(found):
+    with _collected(errors):
         spec = find_model(config.model)
         model_args = spec.resolve_args(config.model)
-        found += (invalid := model_args.violations())
+        errors += (invalid := model_args.violations())
         model_args = None if invalid else model_args
         if model_args is not None and (config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval):
             from torchtitan_clone.hub.formats import format_of
 
-            found += format_of(spec).find_format_errors(model_args)
+            errors += format_of(spec).find_format_errors(model_args)
     if looks_for_data and model_args is not None:
-        with _collected(found):
+        with _collected(errors):
             describe_data(training=config.training, data=config.data)
-    found += find_run_errors(
+    errors += find_run_errors(
         config,
         world_size=world_size,
         args=model_args,
         tokenizer_vocab_size=tokenizer and tokenizer.vocab_size,
         device_type=device_type,
     )
-    found += find_schedule_errors(config.lr_scheduler)
-    with _collected(found):
+    errors += find_schedule_errors(config.lr_scheduler)
+    with _collected(errors):
         _check_torch(config)
-    with _collected(found):
+    with _collected(errors):
         check_metrics(config.metrics)
-    with _collected(found):
+    with _collected(errors):
         check_planner(config)
-    if found or spec is None or model_args is None or tokenizer is None:
-        raise ConfigError(found)
+    if errors or spec is None or model_args is None or tokenizer is None:
+        raise ConfigError(errors)
     for phase in phases(config, world_size):
         of_phase: list[str] = []
         with _collected(of_phase):
             of_phase += spec.resolve_args(phase.config.model).violations()
-        found += [f"{describe_entry(phase)}: {message}" for message in of_phase]
-    if found:
-        raise ConfigError(found)
+        errors += [f"{describe_entry(phase)}: {message}" for message in of_phase]
+    if errors:
+        raise ConfigError(errors)
     plan = build_plan(
         config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer, device_type=device_type
     )
@@ -138,12 +137,12 @@ def resolve(
 
 
 @contextmanager
-def _collected(found: list[str]) -> Iterator[None]:
-    """Adds the messages of a ConfigError to `found`, so that one start names all problems."""
+def _collected(errors: list[str]) -> Iterator[None]:
+    """Adds the messages of a ConfigError to `errors`, so that one start names all problems."""
     try:
         yield
     except ConfigError as error:
-        found += error.messages
+        errors += error.messages
 
 
 def _check_torch(config: Config) -> None:
@@ -167,6 +166,8 @@ def check_start(plan: RunPlan) -> None:
     if config.fault_tolerance.enable:
         replica_groups().check_requirements()
     if config.model.converters:
+        from torchtitan_clone.models.float8 import check_torchao
+
         check_torchao(must_exist=not config.job.dry_run)
     _check_folder_is_writable(plan.folder, option="job.dump_folder")
     if config.checkpoint.enable and not config.checkpoint.load_only:
@@ -201,6 +202,8 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     launch.check_peers()
     check_compiler(config.compile, device_type=pick_device(launch).type)
     if config.model.converters:
+        from torchtitan_clone.models.float8 import check_float8_products
+
         check_float8_products(config.quantize.linear.float8, device=pick_device(launch))
     progress = _expected_progress(plan)
     plans = [each for each in later_phases(plan) if progress.step < max(each.first_step, each.first_batch)]
@@ -231,13 +234,13 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
 def _expected_progress(plan: RunPlan) -> Progress:
     checkpoint = plan.config.checkpoint
     progress = expected_progress(checkpoint, folder=plan.checkpoint_folder, identity=run_identity(plan))
-    if progress is None and not checkpoint.initial_load_model_only and (found := initial_folder(checkpoint)):
+    if progress is None and not checkpoint.initial_load_model_only and (initial := initial_folder(checkpoint)):
         with suppress(CorruptCheckpointError, OSError):  # all ranks verify it together
-            progress = progress_to_resume(found[0], checkpoint=checkpoint)
+            progress = progress_to_resume(initial[0], checkpoint=checkpoint)
         if progress is not None and progress.step >= max(1, plan.last_step):
             rule = f"it is of step {progress.step}, and this run ends after step {plan.last_step}"
             remedy = "increase training.steps, or set checkpoint.initial_load_model_only = true"
-            raise ConfigError(f"checkpoint.initial_load_path = {found[0]}: {rule}; {remedy}")
+            raise ConfigError(f"checkpoint.initial_load_path = {initial[0]}: {rule}; {remedy}")
     return progress or NOTHING_DONE
 
 

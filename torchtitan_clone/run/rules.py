@@ -14,7 +14,6 @@ from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.config.stages import find_batch_errors, find_data_errors
 from torchtitan_clone.data.sources import hub_id
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.float8 import MULTIPLE
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward
 from torchtitan_clone.run.plan import Phase, phases, rows_and_timeline
@@ -29,24 +28,24 @@ def find_run_errors(
 
     `args` is None where the model has no valid arguments, `tokenizer_vocab_size` where no tokenizer is loaded.
     """
-    found = [*find_config_errors(config, device_type=device_type), *_streamed_validation(config)]
+    errors = [*find_config_errors(config, device_type=device_type), *_streamed_validation(config)]
     if args is not None:
-        found += _model_limits(config, args, tokenizer_vocab_size=tokenizer_vocab_size)
+        errors += _model_limits(config, args, tokenizer_vocab_size=tokenizer_vocab_size)
     if any(find_range_errors(config, at="")) or any(find_data_errors(config.data, training=config.training)):
-        return found  # the other rules compute with these values
+        return errors  # the other rules compute with these values
     if args is None:
-        return [*found, *_degrees(config.parallelism, world_size)]
+        return [*errors, *_degrees(config.parallelism, world_size)]
     mesh_errors = _mesh_errors(config, world_size=world_size, args=args) or [*_freeze_schedule(config, args)]
     if mesh_errors:
-        return found + mesh_errors
+        return errors + mesh_errors
     for phase in phases(config, world_size):
         if phase.config is config:
             continue
         of_phase = _mesh_errors(phase.config, world_size=world_size, args=args)
         if phase.config.training.seq_len != config.training.seq_len:
             of_phase += _model_limits(phase.config, args, tokenizer_vocab_size=None)
-        found += [f"{describe_entry(phase)}: {message}" for message in of_phase]
-    return [*found, *_data_stages(config, world_size)]
+        errors += [f"{describe_entry(phase)}: {message}" for message in of_phase]
+    return [*errors, *_data_stages(config, world_size)]
 
 
 def _streamed_validation(config: Config) -> Iterator[str]:
@@ -93,12 +92,12 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
     """Returns the broken rules of one mesh; a run has several where a freeze schedule changes it."""
     degrees = list(_degrees(config.parallelism, world_size))
     heads = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
-    found: list[str] = []
+    errors: list[str] = []
     if not degrees:
         groups = config.fault_tolerance.group_size if config.fault_tolerance.enable else 1
-        found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size), max(1, groups))
+        errors += _batch_size(config.training, resolved_degrees(config.parallelism, world_size), max(1, groups))
     return [
-        *found,
+        *errors,
         *find_pipeline_errors(config, n_layers=args.n_layers, tied_embeddings=args.tied_embeddings),
         *degrees,
         *_tensor(config, heads),
@@ -226,8 +225,12 @@ def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
 
 def _float8(config: Config) -> Iterator[str]:
     """Gradients of weights are products over the tokens that a rank has at once."""
+    if not config.model.converters:
+        return
+    from torchtitan_clone.models.float8 import MULTIPLE
+
     degree, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
-    if config.model.converters and seq_len % (unit := MULTIPLE * degree):
+    if seq_len % (unit := MULTIPLE * degree):
         yield (
             f"training.seq_len = {seq_len}: products in float8 over the tokens of one of {degree} context-parallel "
             f"ranks need a multiple of {unit}; set it to {either(nearest_multiples(unit, seq_len))}, or "
@@ -326,12 +329,12 @@ def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool
     if unusable := [*find_pipeline_schedule_errors(parallelism)] or [*_num_stages(parallelism, n_layers)]:
         return unusable
     split = _stage_modules if parallelism.module_fqns_per_model_part else _stage_layers
-    found = [*_tied_stages(parallelism, tied_embeddings), *split(parallelism, n_layers), *_splits_backward(config)]
+    errors = [*_tied_stages(parallelism, tied_embeddings), *split(parallelism, n_layers), *_splits_backward(config)]
     stages = num_stages(parallelism, n_layers=n_layers)
-    found += _microbatches(parallelism, stages, "training.local_batch_size", config.training.local_batch_size)
+    errors += _microbatches(parallelism, stages, "training.local_batch_size", config.training.local_batch_size)
     if config.validation.enable or config.evaluation.enable:
-        found += _microbatches(parallelism, stages, "validation.local_batch_size", config.validation.local_batch_size)
-    return found
+        errors += _microbatches(parallelism, stages, "validation.local_batch_size", config.validation.local_batch_size)
+    return errors
 
 
 def find_pipeline_schedule_errors(parallelism: Parallelism) -> Iterator[str]:
@@ -342,14 +345,14 @@ def find_pipeline_schedule_errors(parallelism: Parallelism) -> Iterator[str]:
     if not path:
         return
     try:
-        found = 1 + max(read_schedule_file(path).ranks)
+        scheduled = 1 + max(read_schedule_file(path).ranks)
     except (OSError, ValueError) as error:
         yield f"{_PIPELINE}schedule_csv = {shown(path)}: cannot be read as a schedule: {error}; see the option's help."
         return
-    if found != ranks:
+    if scheduled != ranks:
         yield (
-            f'{_PIPELINE}schedule_csv = "{path}": schedules {found} ranks, but {_PIPELINE}degree is {ranks}; '
-            f"set the degree to {found}."
+            f'{_PIPELINE}schedule_csv = "{path}": schedules {scheduled} ranks, but {_PIPELINE}degree is {ranks}; '
+            f"set the degree to {scheduled}."
         )
 
 
