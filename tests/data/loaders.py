@@ -38,20 +38,21 @@ def rows_of(batches: list[Batch]) -> np.ndarray:
 
 
 def assert_equal(left: list[Batch], right: list[Batch]) -> None:
-    """Asserts that all tensors of all batches are equal."""
+    """Asserts that all tensors of all batches are equal; groups, if both have them."""
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
         for name in TENSORS:
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         assert one.num_targets == other.num_targets
+        if one.groups_BT is not None and other.groups_BT is not None:
+            assert torch.equal(one.groups_BT, other.groups_BT)
 
 
 def concatenate(of_ranks: list[list[Batch]]) -> list[Batch]:
     """Returns the global batches, given the batches of all ranks."""
-    return [
-        Batch(
-            **{name: torch.cat([getattr(batch, name) for batch in batches]) for name in TENSORS},
-            num_targets=sum(batch.num_targets for batch in batches),
-        )
-        for batches in zip(*of_ranks, strict=True)
-    ]
+    joined = []
+    for batches in zip(*of_ranks, strict=True):
+        names = TENSORS if batches[0].groups_BT is None else [*TENSORS, "groups_BT"]
+        tensors = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+        joined.append(Batch(**tensors, num_targets=sum(batch.num_targets for batch in batches)))
+    return joined

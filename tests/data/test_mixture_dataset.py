@@ -16,7 +16,6 @@ from tests.data.mixtures import GLOBAL_BATCH, SEQ_LEN, STAGES, Run, open_mixture
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, DataSource, Stage, Training
 from torchtitan_clone.data import LoaderOptions, ValidationLoader, open_dataset
-from torchtitan_clone.ops import SOURCE_BITS
 
 pytest.importorskip("datasets")
 STEPS = 90
@@ -58,16 +57,10 @@ def joined(batches):
     return concatenate([list(of_rank) for of_rank in zip(*batches, strict=True)])
 
 
-def unlabelled(batches):
-    """Returns the batches without the sources in their targets."""
-    mask = (1 << SOURCE_BITS) - 1
-    targets = [torch.where(batch.targets_BT < 0, batch.targets_BT, batch.targets_BT & mask) for batch in batches]
-    return [replace(batch, targets_BT=each) for batch, each in zip(batches, targets, strict=True)]
-
-
 def labels(batch):
     """Returns the source of each row."""
-    return (batch.targets_BT.max(dim=1).values.clamp_min(0) >> SOURCE_BITS).sub(1).tolist()
+    assert (batch.groups_BT == batch.groups_BT[:, :1]).all()
+    return batch.groups_BT[:, 0].tolist()
 
 
 def test_stages_have_their_shape_and_shares(folder, expected):
@@ -148,7 +141,7 @@ def test_one_source_reads_what_the_short_form_reads(folder):
     loader = train_loader(plain)
     batches = next_batches(loader, 20)
     run = Run(open_mixture(folder, entries=[web], stages=[]))
-    assert_equal(unlabelled(joined(run.batches(20))), batches)
+    assert_equal(joined(run.batches(20)), batches)
     assert set(loader.state_dict()) == {
         "samples", "data", "tokenizer", "eos_id", "held_out_fraction", "seq_len", "document_masking", "seed",
     }  # fmt: skip
@@ -162,9 +155,9 @@ def test_one_source_reads_what_the_short_form_reads(folder):
         open_mixture(folder, entries=[], stages=[], skip_steps=[(23, 25)], **short), state=loader.state_dict()
     )
     expected = next_batches(loader, 6)
-    assert_equal(unlabelled(joined(skipping.batches(3))), [*expected[:2], expected[5]])
+    assert_equal(joined(skipping.batches(3)), [*expected[:2], expected[5]])
     named = Run(open_mixture(folder, entries=[web], stages=[]), state=skipping.state())
-    assert_equal(unlabelled(joined(named.batches(1))), next_batches(loader, 1))
+    assert_equal(joined(named.batches(1)), next_batches(loader, 1))
     back = train_loader(plain)
     back.load_state_dict(skipping.state(), allow_change=False)
 
@@ -302,7 +295,7 @@ def test_a_source_without_held_out_rows_is_left_out_of_validation(folder, tmp_pa
     dataset = open_mixture(folder, entries=[*sources(folder, has_hub=False), tiny], stages=[])
     options = LoaderOptions(seq_len=SEQ_LEN, document_masking=True)
     loader = ValidationLoader(dataset, options=options, global_batch_size=4)
-    assert {label for batch in loader for label in labels(batch)} - {-1} == {0, 1}  # -1: rows of padding
+    assert {label for batch in loader for label in labels(batch)} == {0, 1}
     assert 'left out of validation: data.sources, name "tiny": training.seq_len = 16' in caplog.text
     alone = open_mixture(folder, entries=[tiny], stages=[Stage(first_step=1, weights={"tiny": 1.0})])
     with pytest.raises(ConfigError, match=r"validation split of .*tiny.* has 0 in"):
@@ -322,4 +315,4 @@ def test_validation_reads_the_held_out_rows_of_all_sources_in_turn(folder):
         alone = read(source)
         found = [batch for batch, label in zip(batches, order, strict=True) if label == index]
         assert len(found) == len(alone)
-        assert_equal(unlabelled(found), alone)
+        assert_equal(found, alone)

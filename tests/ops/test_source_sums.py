@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_clone.ops import IGNORE_INDEX, SOURCE_BITS
+from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.source_sums import SourceSums
 
@@ -17,10 +17,9 @@ def test_losses_by_source_add_up_to_the_loss(is_training):
     sources = torch.tensor([0, 2, 2, 0])[:, None].expand(4, 6)
     sizes = torch.arange(11)
     sums = SourceSums(["a", "b", "c"], bytes_V=sizes, device=torch.device("cpu"))
-    labelled = torch.where(targets == IGNORE_INDEX, targets, targets + (1 + sources << SOURCE_BITS))
     with torch.set_grad_enabled(is_training):
         expected = build_loss(chunk_tokens=5, compile_backend=None)(hidden, weight, targets)
-        found = build_loss(chunk_tokens=5, compile_backend=None, sums=sums)(hidden, weight, labelled)
+        found = build_loss(chunk_tokens=5, compile_backend=None, sums=sums)(hidden, weight, targets, sources)
     assert torch.equal(found, expected)
     losses = torch.nn.functional.cross_entropy(
         (hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORE_INDEX
@@ -31,7 +30,7 @@ def test_losses_by_source_add_up_to_the_loss(is_training):
         wanted = (losses[chosen].sum().item(), chosen.sum().item(), sizes[targets[chosen]].sum().item())
         assert by_source[name] == pytest.approx(wanted, rel=1e-5)
     assert sums.by_source(sums.own(counts=False).tolist())["c"] == (by_source["c"][0], 0, 0)
-    with torch.no_grad():  # of tokens without a source, as those of multi-token prediction
+    with torch.no_grad():  # of tokens without a group, as those of multi-token prediction
         build_loss(chunk_tokens=5, compile_backend=None, sums=sums)(hidden, weight, targets)
     assert sums.by_source(sums.own(counts=True).tolist()) == by_source
     sums.reset()
@@ -44,7 +43,7 @@ def test_sums_over_a_large_set_are_those_of_float64():
     batch = 1 << 16
     losses, targets = torch.full((batch,), 2.5), torch.zeros(batch, dtype=torch.int64)
     for _ in range(300):
-        sums.add([losses], targets_N=targets, sources_N=torch.full((batch,), 2))
+        sums.add([losses], targets_N=targets, groups_N=torch.full((batch,), 1))
     total = 300 * batch
     assert total > 2**24
     assert sums.by_source(sums.own(counts=True).tolist()) == {"a": (0, 0, 0), "b": (2.5 * total, total, 3 * total)}

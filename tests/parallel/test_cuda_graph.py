@@ -19,6 +19,7 @@ def rows(count=2):
         documents_BT=None,
         mtp_targets_BKT=None,
         is_context_BKT=None,
+        groups_BT=None,
     )
 
 

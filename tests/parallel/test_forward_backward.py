@@ -90,6 +90,7 @@ def batch(first, last):
         documents_BT=tokens_BT.clone(),
         mtp_targets_BKT=None,
         is_context_BKT=None,
+        groups_BT=None,
     )
 
 

@@ -17,7 +17,7 @@ from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.schema import EvaluationTask
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.observe.logging import setup_logging
-from torchtitan_clone.ops import SOURCE_BITS
+from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.tools.evaluation_tasks import EXAMPLES as EXAMPLES_OF
 from torchtitan_clone.tools.evaluation_tasks import Example, build_tasks, measure_choices, score_pairs
 from torchtitan_clone.tools.samples import encode_prompts
@@ -253,8 +253,9 @@ def test_texts_are_packed_into_rows_in_any_order_of_sizes():
     assert len(rows.tokens_BT) == 4
     assert rows.documents_BT[0].tolist() == [0] * 5 + [1] * 3 + [2] + [3]
     assert rows.positions_BT[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
-    labels = (rows.targets_BT >> SOURCE_BITS)[0].tolist()
-    assert labels == [-1, 1, 1, 1, 1, -1, 3, 3, 5, -1]
+    is_target = rows.targets_BT[0] != IGNORE_INDEX
+    assert is_target.tolist() == [0, 1, 1, 1, 1, 0, 1, 1, 1, 0]
+    assert rows.groups_BT[0][is_target].tolist() == [0, 0, 0, 0, 2, 2, 4]
     assert rows.num_targets == sum(text.size + 1 - text.first for text in texts)
 
 

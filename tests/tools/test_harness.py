@@ -148,7 +148,7 @@ def own_scores(folder, examples):
         rows = pack_texts(task.texts, seq_len=512)
         trained.model(
             rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=rows.documents_BT, targets_BT=rows.targets_BT,
-            loss_fn=scores,
+            groups_BT=rows.groups_BT, loss_fn=scores,
         )  # fmt: skip
     return task.measure(scores.nats.tolist()), scores
 

@@ -141,8 +141,10 @@ class Loader:
             if isinstance(ahead, Exception):
                 raise ahead
             self._batch, self.stream_positions = ahead or next(self._batches)
-            if self._mixture is not None and self.sample_range:
-                self._batch.label_sources(self._mixture.mixture.locate(self.sample_range)[0])
+            if self._mixture is not None:
+                samples = self.sample_range  # empty on a rank whose rows are all padding
+                sources_B = self._mixture.mixture.locate(samples)[0] if samples else np.zeros(0, dtype=np.int64)
+                self._batch = self._batch.with_groups(sources_B)
         return self._batch
 
     def read_ahead(self) -> float:
@@ -266,9 +268,7 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         for rows, padding, source in self._held_out_rows():
             batch = self._pack(rows, padding=padding)
-            if self._has_sources:
-                batch.label_sources(np.full(len(rows), source))
-            yield batch
+            yield batch.with_groups(np.full(len(rows), source)) if self._has_sources else batch
 
     def scale_bytes(self, by_source: Mapping[str, Totals]) -> dict[str, Totals]:
         """Returns the totals of the sources with the bytes of their text, see TokenStore.byte_scale."""

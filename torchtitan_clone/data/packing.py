@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.data.targets import later_targets, mark_context
-from torchtitan_clone.ops import IGNORE_INDEX, SOURCE_BITS
+from torchtitan_clone.ops import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Batch:
 
     tokens_BT: Tensor  # int64
     targets_BT: Tensor
-    """int64; the next token, or IGNORE_INDEX, which num_targets does not count; for a mixture, see `label_sources`."""
+    """int64; the next token, or IGNORE_INDEX, which num_targets does not count."""
     positions_BT: Tensor
     """int64; counted from 0 at the start of each row and, with document masking, of each document in it."""
     documents_BT: Tensor | None
@@ -35,12 +35,15 @@ class Batch:
     is_context_BKT: Tensor | None = None
     """bool; whether each token is context of a target: it is in the target's document, at or before the position that
     predicts it. First for the next tokens, then for each depth of multi-token prediction; None without routers."""
+    groups_BT: Tensor | None = None
+    """int64; the index of each token's source in a mixture, or text in an evaluation, by which the loss is summed."""
 
-    def label_sources(self, sources_B: np.ndarray, /) -> None:
-        """Adds the index of the source of the first rows, plus 1, to their targets, SOURCE_BITS to the left."""
-        targets_BT = self.targets_BT[: len(sources_B)].numpy()  # the threads of torch would wait for one another
-        labels_B1 = ((sources_B + 1) << SOURCE_BITS)[:, None]
-        np.add(targets_BT, labels_B1, out=targets_BT, where=targets_BT != IGNORE_INDEX)
+    def with_groups(self, groups_B: np.ndarray, /) -> "Batch":
+        """Returns the batch with the group of its first rows; the others, which have no targets, are in group 0."""
+        groups_BT = np.zeros(self.tokens_BT.shape, dtype=np.int64)
+        groups_BT[: len(groups_B)] = groups_B[:, None]
+        tensor = torch.from_numpy(groups_BT)
+        return replace(self, groups_BT=tensor.pin_memory() if self.tokens_BT.is_pinned() else tensor)
 
     def select_context(self, tokens: slice) -> "Batch":
         """Returns the batch with is_context_BKT of these tokens only: with tensor parallelism a router gets some."""

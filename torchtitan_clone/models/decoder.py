@@ -19,11 +19,13 @@ from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
 from torchtitan_clone.ops.attention import AttentionMask, OnHost
 from torchtitan_clone.ops.layers import Embedding, RMSNorm
-from torchtitan_clone.ops.source_sums import split_targets
 from torchtitan_clone.torch_compat import persistent_buffers
 
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets."""
+LossFn = Callable[..., Tensor]
+"""Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets.
+
+Batches with groups pass them too [B, T].
+"""
 
 
 Width = Annotated[int, Range(1, 2**20)]
@@ -147,12 +149,17 @@ class OutputProjection(nn.Module):
 
     def forward(
         self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, loss_fn: LossFn | None = None,
-        later: Sequence[tuple[Tensor, Tensor]] = (),
+        later: Sequence[tuple[Tensor, Tensor]] = (), groups_BT: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Returns logits [B, T, V], or the loss; with hidden states and targets of `later` tokens losses [1 + K]."""
+        """Returns logits [B, T, V], or the loss; with hidden states and targets of `later` tokens losses [1 + K].
+
+        `groups_BT` are those of the next tokens: losses of later ones are summed by no group.
+        """
         if loss_fn is None or targets_BT is None:
             return F.linear(hidden_BTD, self.weight)
-        losses = [loss_fn(hidden, self.weight, targets) for hidden, targets in ((hidden_BTD, targets_BT), *later)]
+        groups = () if groups_BT is None else (groups_BT,)
+        losses = [loss_fn(hidden_BTD, self.weight, targets_BT, *groups)]
+        losses += [loss_fn(hidden, self.weight, targets) for hidden, targets in later]
         return torch.stack(losses) if later else losses[0]
 
 
@@ -210,6 +217,7 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None = None,
         mtp_targets_BKT: Tensor | None = None,
         is_context_BKT: Tensor | None = None,
+        groups_BT: Tensor | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns logits [B, T, V], or with `loss_fn` the loss, or with auxiliary terms [1 + A]: the loss, their sums.
@@ -218,7 +226,8 @@ class Decoder(nn.Module):
         Without `mtp_targets_BKT` the layers of multi-token prediction do not run, and their terms are zero. Other
         stages than the last return hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the
         tokens; the embeddings of the tokens of each depth follow the hidden states: [B + K B, T, D].
-        `is_context_BKT` says which tokens count in routers, of the layers and of each depth; None: all do.
+        `is_context_BKT` says which tokens count in routers, of the layers and of each depth; None: all do. `groups_BT`
+        is passed to the loss.
         """
         ropes = [rotary(positions_BT) for rotary in self.rotary]
         later_BKT = [] if mtp_targets_BKT is None else list(mtp_targets_BKT.unbind(1))
@@ -243,7 +252,7 @@ class Decoder(nn.Module):
             inputs = (states[-1], *contexts[index], is_context[depth], embedded_BTD)
             h_BTD, sums_A = self._run_layer(str(index), *inputs, sums_A=sums_A)
             states.append(h_BTD)
-        out = self.output(states[0], targets_BT, loss_fn, list(zip(states[1:], later_BKT, strict=True)))
+        out = self.output(states[0], targets_BT, loss_fn, list(zip(states[1:], later_BKT, strict=True)), groups_BT)
         if loss_fn is None or sums_A is None:
             return out
         return torch.cat((out.view(-1), sums_A[len(embedded) :]))
@@ -257,7 +266,7 @@ class Decoder(nn.Module):
         assert targets_BT is not None
         # In one call, for which FSDP gathers the weight. Where a document ends, token 0 stands for the next one: what
         # reads it has no target.
-        tokens = torch.cat((tokens_BT, split_targets(targets_BT)[0], *later_BKT[:-1])).clamp_min(0)
+        tokens = torch.cat((tokens_BT, targets_BT, *later_BKT[:-1])).clamp_min(0)
         return self.tok_embeddings(tokens).chunk(1 + len(later_BKT))
 
     def _run_layer(self, name: str, *inputs: object, sums_A: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,3 @@
 
 IGNORE_INDEX = -100
 """Target that the loss skips. Defined here, because data loader workers import it without torch.distributed."""
-
-SOURCE_BITS = 32
-"""A target of a mixture is the id of a token, plus 1 + the index of its source shifted by these bits."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.layers import add_weight_grad, input_grad, linear
-from torchtitan_clone.ops.source_sums import SourceSums, split_targets
+from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.ops.vocabulary import Chunk, Shard, Vocabulary, local_shards
 from torchtitan_clone.torch_compat import keeps_graph, simulates_gpu
 
@@ -147,12 +147,12 @@ def _sum(losses: list[Tensor], observe: ObserveFn | None, vocabulary: Vocabulary
 
 def build_loss(
     *, chunk_tokens: int, compile_backend: str | None, sums: SourceSums | None = None
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns the loss function for the output projection: (hidden_BTD, weight_VD, targets_BT) -> sum [], fp32.
+) -> Callable[..., Tensor]:
+    """Returns the loss function for the output projection: (hidden_BTD, weight_VD, targets_BT[, groups_BT]) -> sum [].
 
-    Logits exist for at most `chunk_tokens` tokens at a time; targets equal to IGNORE_INDEX are skipped.
-    `compile_backend` compiles the computation of a chunk; None leaves it eager. `sums` gets the losses by source, which
-    the targets then name.
+    The sum is fp32. Logits exist for at most `chunk_tokens` tokens at a time; targets equal to IGNORE_INDEX are
+    skipped. `compile_backend` compiles the computation of a chunk; None leaves it eager. `sums` gets the losses by
+    group, of calls that pass the groups.
     """
     logits_fn = logits_and_lse
     train_chunk = _chunk_loss_and_grads
@@ -162,15 +162,14 @@ def build_loss(
         train_chunk = torch.compile(train_chunk, backend=compile_backend)
         eval_chunk = torch.compile(eval_chunk, backend=compile_backend)
 
-    def loss_fn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
+    def loss_fn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, groups_BT: Tensor | None = None) -> Tensor:
         vocabulary, observe = None, None
         if isinstance(weight_VD, DTensor):
             hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
         hidden_ND = hidden_BTD.flatten(0, 1)
         targets_N = targets_BT.flatten()
-        if sums is not None:
-            targets_N, sources_N = split_targets(targets_N)
-            observe = partial(sums.add, targets_N=targets_N, sources_N=sources_N)
+        if sums is not None and groups_BT is not None:
+            observe = partial(sums.add, targets_N=targets_N, groups_N=groups_BT.flatten())
         count = -(-len(targets_N) // chunk_tokens)
         pairs = zip(hidden_ND.chunk(count), targets_N.chunk(count), strict=True)
         if vocabulary is None:

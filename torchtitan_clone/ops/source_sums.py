@@ -1,4 +1,4 @@
-"""Sums of the loss by the source of each token, next to the loss itself, which does not change.
+"""Sums of the loss by group of tokens, as their source or text, next to the loss itself, which does not change.
 
 Legend: N tokens, S sources, C columns, V vocabulary.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchtitan_clone.ops import IGNORE_INDEX, SOURCE_BITS
+from torchtitan_clone.ops import IGNORE_INDEX
 
 COLUMNS = 3
 """Loss in nats, number and bytes of the target tokens."""
@@ -20,11 +20,8 @@ class SourceSums:
     def __init__(self, names: Sequence[str], *, bytes_V: Tensor, device: torch.device) -> None:
         self._names = list(names)
         self._bytes_V = bytes_V.to(device)
-        self._sums_SC = torch.zeros(1 + len(self._names), COLUMNS, dtype=torch.float64, device=device)
-        """First those of targets that no source is known of, such as those of multi-token prediction.
-
-        float64: in float32, sums over a pass of validation stop growing after 2^24 targets.
-        """
+        self._sums_SC = torch.zeros(len(self._names), COLUMNS, dtype=torch.float64, device=device)
+        """float64: in float32, sums over a pass of validation stop growing after 2^24 targets."""
 
     def reset(self) -> None:
         """Forgets what was added."""
@@ -35,17 +32,17 @@ class SourceSums:
         """Number of the sums of all sources."""
         return len(self._names) * COLUMNS
 
-    def add(self, losses: list[Tensor], *, targets_N: Tensor, sources_N: Tensor) -> None:
-        """Adds the losses of chunks of the tokens, 0 where the target is IGNORE_INDEX."""
+    def add(self, losses: list[Tensor], *, targets_N: Tensor, groups_N: Tensor) -> None:
+        """Adds the losses of chunks of the tokens, 0 where the target is IGNORE_INDEX, to the sources of that index."""
         losses_N = torch.cat(losses).flatten()
         is_target_N = targets_N != IGNORE_INDEX
         bytes_N = self._bytes_V[targets_N.clamp_min(0)] * is_target_N
         values_NC = torch.stack([losses_N.detach(), is_target_N.float(), bytes_N.float()], dim=1)
-        self._sums_SC += torch.zeros_like(self._sums_SC, dtype=torch.float32).index_add_(0, sources_N, values_NC)
+        self._sums_SC += torch.zeros_like(self._sums_SC, dtype=torch.float32).index_add_(0, groups_N, values_NC)
 
     def own(self, *, counts: bool) -> Tensor:
         """Returns the sums of this rank [S * C]; without `counts` only losses: another rank has the same tokens."""
-        sums_SC = self._sums_SC[1:].clone()
+        sums_SC = self._sums_SC.clone()
         if not counts:
             sums_SC[:, 1:] = 0
         return sums_SC.flatten()
@@ -54,10 +51,3 @@ class SourceSums:
         """Returns loss, targets and bytes by source, given the sums of own() over all ranks."""
         rows = zip(sums[::COLUMNS], sums[1::COLUMNS], sums[2::COLUMNS], strict=True)
         return dict(zip(self._names, rows, strict=True))
-
-
-def split_targets(targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the targets and 1 + the index of the source of each, 0 where it is not known; see SOURCE_BITS."""
-    is_target_N = targets_N != IGNORE_INDEX
-    sources_N = torch.where(is_target_N, targets_N >> SOURCE_BITS, 0)
-    return torch.where(is_target_N, targets_N & ((1 << SOURCE_BITS) - 1), targets_N), sources_N

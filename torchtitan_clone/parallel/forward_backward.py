@@ -13,7 +13,7 @@ from torchtitan_clone.ops.attention import OnHost
 from torchtitan_clone.parallel.unsharded import plain_parameters, set_last_backward
 
 T = TypeVar("T")
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # see ops.cross_entropy.build_loss()
+LossFn = Callable[..., Tensor]  # see ops.cross_entropy.build_loss()
 
 
 class Rows(Protocol):
@@ -31,6 +31,8 @@ class Rows(Protocol):
     def mtp_targets_BKT(self) -> Tensor | None: ...
     @property
     def is_context_BKT(self) -> Tensor | None: ...
+    @property
+    def groups_BT(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +119,8 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
 
 def optional_tensors(rows: Rows) -> dict[str, Tensor]:
     """Returns the keywords of the model for what only some batches have besides documents."""
-    found = {"mtp_targets_BKT": rows.mtp_targets_BKT, "is_context_BKT": rows.is_context_BKT}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    names = ("mtp_targets_BKT", "is_context_BKT", "groups_BT")
+    return {name: tensor for name in names if (tensor := getattr(rows, name)) is not None}
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -126,6 +126,7 @@ def fake_batch(plan: RunPlan) -> Batch:
         num_targets=tokens_BT.numel(),
         mtp_targets_BKT=torch.stack([tokens_BT] * depth, dim=1) if depth else None,
         is_context_BKT=_all_context(plan) if plan.model_args.num_experts else None,
+        groups_BT=tokens_BT if plan.mixture else None,
     )
 
 

@@ -77,6 +77,6 @@ class HarnessModel(TemplateLM):
             rows = batch.to(trained.device)
             trained.model(
                 rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=rows.documents_BT,
-                targets_BT=rows.targets_BT, loss_fn=scores,
+                targets_BT=rows.targets_BT, groups_BT=rows.groups_BT, loss_fn=scores,
             )  # fmt: skip
         return list(zip(scores.nats.tolist(), map(int, scores.misses.tolist()), strict=True))

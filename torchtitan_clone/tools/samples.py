@@ -42,21 +42,20 @@ def encode_prompts(prompts: Sequence[str], *, tokenizer: Tokenizer, seq_len: int
 
 
 class NextTokens:
-    """A loss function that keeps the most likely token after each position whose target is the number of a row."""
+    """A loss function that keeps the most likely token after each position with a target, whose group is its row."""
 
     def __init__(self, rows: int, *, device: torch.device) -> None:
         self.tokens_B = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
+    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, groups_BT: Tensor) -> Tensor:
         hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
-        rows_N = targets_BT.flatten()
-        index_S = (rows_N != IGNORE_INDEX).nonzero()[:, 0]
+        index_S = (targets_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0]
         logits_SV = (hidden_BTD.flatten(0, 1)[index_S] @ weight_VD.T).float()
         best_S, column_S = logits_SV.nan_to_num(nan=-torch.inf).max(dim=-1)  # NaN is equal to no maximum
         largest_S = vocabulary.reduce_(best_S.clone(), dist.ReduceOp.MAX)
         # Of equally likely tokens the first, which several ranks may have.
         token_S = torch.where(best_S == largest_S, column_S + vocabulary.start, 1 << 40)
-        self.tokens_B[rows_N[index_S]] = vocabulary.reduce_(token_S, dist.ReduceOp.MIN)
+        self.tokens_B[groups_BT.flatten()[index_S]] = vocabulary.reduce_(token_S, dist.ReduceOp.MIN)
         return torch.zeros((), device=hidden_BTD.device)
 
 
@@ -101,16 +100,17 @@ def _row_length(plan: RunPlan, *, tokens: int) -> int:
 
 
 def _batch(rows: Sequence[Sequence[int]], *, seq_len: int, multiple: int) -> Batch:
-    """Returns rows of one document each, and empty ones; the last token of a row has its number as target."""
+    """Returns rows of one document each, and empty ones; the last token of a row has a target, and its row as group."""
     shape = (len(rows) + -len(rows) % multiple, seq_len)
     tokens_BT, targets_BT = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE_INDEX)
     for number, row in enumerate(rows):
         tokens_BT[number, : len(row)] = torch.tensor(row)
-        targets_BT[number, len(row) - 1] = number
+        targets_BT[number, len(row) - 1] = 0
     return Batch(
         tokens_BT=tokens_BT,
         targets_BT=targets_BT,
         positions_BT=torch.arange(seq_len).repeat(shape[0], 1),
         documents_BT=torch.zeros(shape, dtype=torch.int32),
         num_targets=len(rows),
+        groups_BT=torch.arange(shape[0])[:, None].repeat(1, seq_len),
     )

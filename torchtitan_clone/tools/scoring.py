@@ -1,7 +1,6 @@
 """Log-likelihoods of texts: packs them into rows as documents, which do not see one another.
 
-The target of each scored token names its text, in the bits that name the source in a mixture: the sums by source of the
-loss then are the sums by text, on every mesh.
+Each scored token is in the group of its text: the sums of the loss by group then are those by text, on every mesh.
 Legend: R rows, B rows of a batch, T tokens of a row, N tokens of all rows of a batch.
 """
 
@@ -13,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.data.packing import Batch
-from torchtitan_clone.ops import IGNORE_INDEX, SOURCE_BITS
-from torchtitan_clone.ops.source_sums import SourceSums, split_targets
+from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops.source_sums import SourceSums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ def pack_texts(texts: Sequence[ScoredText], *, seq_len: int, multiple: int = 1) 
     rows += [[] for _ in range(-len(rows) % multiple)]
     shape = (len(rows), seq_len)
     tokens_RT, positions_RT, documents_RT = (np.zeros(shape, dtype=kind) for kind in (np.int64, np.int64, np.int32))
-    targets_RT = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    targets_RT, groups_RT = np.full(shape, IGNORE_INDEX, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     for row, numbers in enumerate(rows):
         start = 0
         for document, number in enumerate(numbers):
@@ -76,8 +75,8 @@ def pack_texts(texts: Sequence[ScoredText], *, seq_len: int, multiple: int = 1) 
             tokens_RT[row, here] = text.tokens[:-1]
             positions_RT[row, here] = np.arange(text.size)
             documents_RT[row, here] = document
-            label = (1 + number) << SOURCE_BITS
-            targets_RT[row, start + text.first - 1 : here.stop] = np.asarray(text.tokens[text.first :]) + label
+            targets_RT[row, start + text.first - 1 : here.stop] = text.tokens[text.first :]
+            groups_RT[row, here] = number
             start = here.stop
         documents_RT[row, start:] = len(numbers)
         positions_RT[row, start:] = np.arange(seq_len - start)
@@ -87,6 +86,7 @@ def pack_texts(texts: Sequence[ScoredText], *, seq_len: int, multiple: int = 1) 
         positions_BT=torch.from_numpy(positions_RT),
         documents_BT=torch.from_numpy(documents_RT),
         num_targets=int((targets_RT != IGNORE_INDEX).sum()),
+        groups_BT=torch.from_numpy(groups_RT),
     )
 
 
@@ -108,11 +108,11 @@ class Scores:
         self.nats = torch.zeros(count, device=device)
         self.misses = torch.zeros(count, device=device)
 
-    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
-        targets_N, texts_N = split_targets(targets_BT.flatten())
+    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, texts_BT: Tensor) -> Tensor:
+        targets_N, texts_N = targets_BT.flatten(), texts_BT.flatten()
         for index in (targets_N != IGNORE_INDEX).nonzero()[:, 0].split(1024):
             logits = (hidden_BTD.flatten(0, 1)[index] @ weight_VD.T).float()
-            targets, texts = targets_N[index], texts_N[index] - 1
+            targets, texts = targets_N[index], texts_N[index]
             self.nats.index_add_(0, texts, logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0])
             self.misses.index_add_(0, texts, (logits.argmax(dim=-1) != targets).float())
         return torch.zeros((), device=hidden_BTD.device)
