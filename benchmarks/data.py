@@ -36,10 +36,11 @@ import numpy as np
 from benchmarks.turns import processor_name
 from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import Timeline, resolved_timeline
-from torchtitan_clone.data import Loader, LoaderOptions, MixtureDataset, build_tokenizer
+from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer
+from torchtitan_clone.data.dataset import TokenDataset
 from torchtitan_clone.data.mixture import Mixture
+from torchtitan_clone.data.mixture_dataset import MixtureDataset
 from torchtitan_clone.data.opening import prepare_sources
-from torchtitan_clone.data.token_dataset import TokenDataset
 from torchtitan_clone.data.token_store import SplitWriter, StoreKey, StoreMeta, open_store, write_meta
 
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -23,7 +23,7 @@ from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.stages import find_data_errors
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.opening import find_sources, prepare_share, prepare_sources
-from torchtitan_clone.data.preparation import PART_BYTES
+from torchtitan_clone.data.token_store import PART_BYTES
 from torchtitan_clone.observe.outputs import reports_errors
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torchtitan_clone import doors
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchtitan_clone.data import Dataset
+    from torchtitan_clone.data.mixture_dataset import MixtureDataset
     from torchtitan_clone.parallel.runtime import Launch
     from torchtitan_clone.replicas.protocol import ReplicaGroup
     from torchtitan_clone.run.plan import RunPlan
@@ -236,7 +237,6 @@ def _train_steps(trainer: "Trainer", *, launch: "Launch") -> bool:
 
 def _options_that_must_match(plan: "RunPlan", *, dataset: "Dataset") -> list[str]:
     """Returns what all ranks must have in common, one option a line; locations may differ, but not what is there."""
-    from torchtitan_clone.data import MixtureDataset
     from torchtitan_clone.data.loader import LABELS
 
     lines = [f"WORLD_SIZE = {plan.world_size}", f"type of the device = {plan.device_type}"]
@@ -246,7 +246,8 @@ def _options_that_must_match(plan: "RunPlan", *, dataset: "Dataset") -> list[str
         lines += [f"{table}.{key} = {value}" for key, value in options.items()]
     lines = [line for line in lines if not line.startswith(PATH_OPTIONS)]
     lines += [f"data.sources: {asdict(replace(source, path=None))}" for source in plan.config.data.sources]
-    for name, source in (dataset.sources if isinstance(dataset, MixtureDataset) else {"": dataset}).items():
+    sources = cast("MixtureDataset", dataset).sources if dataset.is_mixture else {"": dataset}
+    for name, source in sources.items():
         place = f"data.sources, name {name}: " if plan.config.data.sources else ""
         lines += [f"{place}{LABELS[key]} = {getattr(source.identity, key)}" for key in ("data", "tokenizer", "eos_id")]
     return lines

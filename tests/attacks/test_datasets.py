@@ -26,16 +26,17 @@ from torchtitan_clone.checkpoint.folder import check_position
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer
-from torchtitan_clone.data.row_reader import StreamState
+from torchtitan_clone.data.dataset import StreamState
+from torchtitan_clone.data.opening import describe_source
 from torchtitan_clone.data.sources import (
     DOCUMENT_BYTES,
     EMPTY_ROWS,
     LINE_BYTES,
     BadRows,
-    describe_source,
     find_source,
     read_documents,
 )
+from torchtitan_clone.data.streaming import streams_from_plain, streams_to_plain
 from torchtitan_clone.documents import DocumentError, Value
 
 MIB = 1 << 20
@@ -345,9 +346,9 @@ def test_a_damaged_position_in_the_data_is_an_error(store, change):
 
 def test_a_position_is_read_as_it_was_written():
     state = StreamState(cursors=[(0, 1, 2), (0, 3, 4)], bookmark=(0, 1, '{"a": 1}'))
-    assert StreamState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
+    assert streams_from_plain(json.loads(json.dumps(streams_to_plain([state])))) == [state]
     with pytest.raises(DocumentError):
-        StreamState.from_plain({"cursors": [[0, 0, 0]], "bookmark": [0, 0, None, 1]})
+        streams_from_plain({"cursors": [[0, 0, 0]], "bookmark": [0, 0, None, 1]})
 
 
 def test_a_tokenizer_that_cannot_encode_a_text_is_one_error(tmp_path):

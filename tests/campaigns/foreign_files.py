@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import build_tokenizer, open_dataset
-from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data.dataset import TokenDataset
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 
 PROGRAMS = {

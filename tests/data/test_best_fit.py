@@ -18,7 +18,7 @@ from torchtitan_clone.ops import IGNORE_INDEX
 
 
 def reference(lengths: list[int], *, capacity: int) -> list[list[int]]:
-    """Returns the lengths in each row: the longest piece first, each into the fullest row that has room."""
+    """Returns the lengths in each row: the longest chunk first, each into the fullest row that has room."""
     rows: list[list[int]] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in rows if sum(row) + length <= capacity]
@@ -31,7 +31,7 @@ def reference(lengths: list[int], *, capacity: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("capacity", [1, 2, 7, 33, 100])
 @pytest.mark.parametrize("seed", range(4))
-def test_pieces_are_placed_as_by_a_plain_best_fit(capacity, seed):
+def test_chunks_are_placed_as_by_a_plain_best_fit(capacity, seed):
     generator = np.random.default_rng(seed)
     lengths = generator.integers(1, capacity + 1, generator.integers(0, 300))
     if seed == 3:
@@ -41,7 +41,7 @@ def test_pieces_are_placed_as_by_a_plain_best_fit(capacity, seed):
     assert sorted(found) == sorted(map(sum, reference(lengths.tolist(), capacity=capacity)))
 
 
-def test_pieces_are_documents_or_full_rows():
+def test_chunks_are_documents_or_full_rows():
     offsets = np.cumsum([0, 1, 2, 5, 6, 9, 10, 40])
     starts, lengths = divide(offsets, seq_len=4)
     assert lengths.tolist() == [1, 2, 5, 5, 2, 5, 5, 5, 5, 2] + [5] * 9 + [4]
@@ -81,7 +81,7 @@ def test_every_target_is_trained_once_in_an_epoch(tmp_path, kind, caplog):
     num_rows = len(np.fromfile(store.folder / f"best_fit-{SEQ_LEN}" / "train.rows", dtype=np.int64)) - 1
     batches = next_batches(loader, -(-num_rows // 8))
     assert trained_targets(batches, count=num_rows) == targets_of(documents)
-    # Positions start anew in every piece, and a document that fits is in one row.
+    # Positions start anew in every chunk, and a document that fits is in one row.
     assert all((batch.positions_BT[:, 0] == 0).all() for batch in batches)
     cut = sum(len(document) > SEQ_LEN + 1 for document in documents)
     assert f"{100 * cut / len(documents):.2f} % of the documents are cut" in caplog.text

@@ -23,7 +23,9 @@ from tests.data.corpora import jsonl, open_corpus, parquet, texts, write, zst
 from tests.data.test_sources import read
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Training
-from torchtitan_clone.data.sources import PIECE_BYTES, describe_source, digest_of, find_source, source_fingerprint
+from torchtitan_clone.data.opening import describe_source
+from torchtitan_clone.data.sources import BLOCK_BYTES, find_source, source_fingerprint
+from torchtitan_clone.data.token_store import digest_of
 
 ROOT = Path(__file__).parents[2]
 ROWS = texts(20)
@@ -80,7 +82,7 @@ def test_text_that_begins_like_another_format_is_text(tmp_path, content):
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, zst])
 def test_compressed_text_is_text(tmp_path, compress):
     line = "zeile ä\n" * 1000
-    text = line * (3 * PIECE_BYTES // len(line.encode()))
+    text = line * (3 * BLOCK_BYTES // len(line.encode()))
     found = read(write(tmp_path, {"a.txt.x": compress(text.encode())}))
     assert len(found) == 3
     assert "".join(found) == text

@@ -26,7 +26,7 @@ from tests.data.loaders import (
 from tests.data.processes import children, is_alive, wait_for
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import STOP_SIGNALS
-from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data.dataset import TokenDataset
 from torchtitan_clone.data.token_store import StoreKey, open_store
 from torchtitan_clone.ops import IGNORE_INDEX
 

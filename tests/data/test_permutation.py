@@ -1,9 +1,9 @@
-"""Tests of permutation.py: the shuffled order is a permutation for every size and has no visible structure."""
+"""The shuffled order is a permutation for every size and has no visible structure."""
 
 import numpy as np
 import pytest
 
-from torchtitan_clone.data.permutation import permute
+from torchtitan_clone.data.dataset import permute
 
 
 def order(n: int, *, seed: int = 0, epoch: int = 0) -> np.ndarray:

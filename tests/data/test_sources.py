@@ -15,7 +15,7 @@ import pytest
 from tests.data.corpora import jsonl, parquet, texts, write, zst
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Training
-from torchtitan_clone.data.sources import PIECE_BYTES, BadRows, find_source, read_documents, stdlib_source
+from torchtitan_clone.data.sources import BLOCK_BYTES, BadRows, find_source, read_documents, stdlib_source
 
 ROWS = texts(20)
 
@@ -84,16 +84,16 @@ def test_text_key_selects_the_text(tmp_path):
 
 def test_a_long_text_is_split_at_line_ends(tmp_path):
     line = "zeile ä\n" * 1000
-    text = line * (3 * PIECE_BYTES // len(line.encode()))
+    text = line * (3 * BLOCK_BYTES // len(line.encode()))
     documents = read(write(tmp_path, {"a.txt": text}))
     assert "".join(documents) == text
     assert len(documents) == 3
     assert all(document.endswith("\n") for document in documents)
 
 
-def test_a_line_longer_than_a_piece_is_not_split(tmp_path):
-    text = "ä" * PIECE_BYTES + "\nrest"
-    assert read(write(tmp_path, {"a.txt": text})) == ["ä" * PIECE_BYTES + "\n", "rest"]
+def test_a_line_longer_than_a_block_is_not_split(tmp_path):
+    text = "ä" * BLOCK_BYTES + "\nrest"
+    assert read(write(tmp_path, {"a.txt": text})) == ["ä" * BLOCK_BYTES + "\n", "rest"]
 
 
 def test_a_binary_file_is_skipped_with_a_warning(tmp_path, caplog):
@@ -176,7 +176,7 @@ def test_text_that_is_not_utf8_is_reported_with_its_line(tmp_path):
 
 
 def test_lines_are_counted_from_the_start_of_a_long_text(tmp_path):
-    lines = PIECE_BYTES // len(b"line\n") + 1000
+    lines = BLOCK_BYTES // len(b"line\n") + 1000
     with pytest.raises(ConfigError, match=rf"a\.txt:{lines + 1}: not UTF-8"):
         read(write(tmp_path, {"a.txt": b"line\n" * lines + b"\xff"}))
 

@@ -27,7 +27,7 @@ from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import Batch, open_dataset
-from torchtitan_clone.data.row_reader import positions_from_json
+from torchtitan_clone.data.streaming import positions_from_json
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.ops import IGNORE_INDEX
 

@@ -227,6 +227,28 @@ def test_the_end_of_the_only_row_of_ids_is_held_out(tmp_path):
     assert documents(store, "validation") == [[*ids[180:], TOKENIZER.eos_id]]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.bin"])
+def test_a_store_that_holds_out_nothing_of_its_only_document_is_made_again(tmp_path, name):
+    """Older versions made such stores, of which validation said that they have 0 tokens in 0 documents."""
+    content = {
+        "a.jsonl": jsonl(["a text without line ends " * 40]),
+        "a.bin": np.arange(1, 201, dtype="uint16").tobytes(),
+    }
+    corpus, cache = write(tmp_path / "corpus", {name: content[name]}), tmp_path / "cache"
+    complete = open_corpus(corpus, cache=cache, held_out_fraction=0.0).store
+    store = open_corpus(corpus, cache=cache).store
+    assert store.meta.documents == {"train": 1, "validation": 1}
+    shutil.rmtree(store.folder)
+    shutil.copytree(complete.folder, store.folder)
+    meta = json.loads((store.folder / "meta.json").read_text())
+    (store.folder / "meta.json").write_text(json.dumps(meta | {"held_out_fraction": store.meta.held_out_fraction}))
+    again = open_corpus(corpus, cache=cache).store
+    assert again.meta.documents == store.meta.documents
+    assert again.fingerprint != store.fingerprint
+    assert again.folder == open_corpus(corpus, cache=cache).store.folder
+    assert complete.folder == open_corpus(corpus, cache=cache, held_out_fraction=0.0).store.folder
+
+
 def test_copies_of_one_document_are_all_trained_on(tmp_path):
     """Which the error about their validation says, without the remedies that change nothing."""
     dataset = open_corpus(write(tmp_path / "a", {"a.jsonl": jsonl(["x y"] * 3)}), cache=tmp_path / "cache")

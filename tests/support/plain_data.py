@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.data import Dataset
-from torchtitan_clone.data.best_fit import open_rows
-from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data.dataset import TokenDataset, open_rows
 from torchtitan_clone.ops import IGNORE_INDEX
 
 

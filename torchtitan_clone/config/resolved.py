@@ -8,6 +8,8 @@ from torchtitan_clone.config.schema_training import Training
 
 EXPORT_FOLDER = "hf"
 """Folder of exports in a run's folder."""
+HUB_DATASETS = {"c4": "allenai/c4:en"}
+"""Short names of datasets on the Hugging Face hub, as "org/name:configuration"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,3 +65,9 @@ def run_folder(job: Job) -> Path:
 def run_name(job: Job) -> str:
     """Returns the name of the run's folder: job.run_name, else the TOML file's name without suffix, else "run"."""
     return job.run_name or (Path(job.config_file).stem if job.config_file else "run")
+
+
+def hub_id(training: Training) -> str | None:
+    """Returns the hub dataset that the options name; None if they name local files."""
+    name = HUB_DATASETS.get(training.dataset, training.dataset)
+    return name if training.dataset_path is None and "/" in name else None

@@ -14,23 +14,17 @@ Terms:
                     stored. A *cursor* is the position of a stream.
 """
 
+from torchtitan_clone.data.dataset import Dataset
 from torchtitan_clone.data.loader import Loader, LoaderOptions, ValidationLoader
-from torchtitan_clone.data.mixture import Mixture
-from torchtitan_clone.data.mixture_dataset import MixtureDataset
 from torchtitan_clone.data.opening import describe_data, open_dataset
 from torchtitan_clone.data.packing import Batch
-from torchtitan_clone.data.row_reader import Dataset
-from torchtitan_clone.data.sources import DATASETS
 from torchtitan_clone.data.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
-    "DATASETS",
     "Batch",
     "Dataset",
     "Loader",
     "LoaderOptions",
-    "Mixture",
-    "MixtureDataset",
     "Tokenizer",
     "ValidationLoader",
     "build_tokenizer",

@@ -1,10 +1,13 @@
-"""Rows of a token store: windows of the concatenated documents, or documents packed without cutting them.
+"""Rows of a token store into which documents are packed without cutting them.
 
-    <store>/best_fit-<seq_len>/{train,validation}.rows      first piece of each row, and the end of the last (int64)
-                               {train,validation}.starts    position of each piece in the tokens (int64)
-                               {train,validation}.lengths   length of each piece (int64)
+    <store>/best_fit-<seq_len>/{train,validation}.rows      first chunk of each row, and the end of the last (int64)
+                               {train,validation}.starts    position of each chunk in the tokens (int64)
+                               {train,validation}.lengths   length of each chunk (int64)
 
-A *piece* is a document, or a part of one that does not fit into a row: parts are full rows but the last. Pieces are
+    row     |<---- document 7 ---->|<- document 3 ->|<- end of 9 ->| eos eos |      seq_len + 1 tokens
+                  chunk                 chunk           chunk       padding
+
+A *chunk* is a document, or a part of one that does not fit into a row: parts are full rows but the last. Chunks are
 placed from the longest to the shortest, each into the row with the least room that suffices, and never divided. What is
 left of a row is filled with end-of-text tokens, which have no target.
 Source: H. Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830.
@@ -14,50 +17,24 @@ import logging
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import get_args
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.formats import Tokens, map_numbers
-from torchtitan_clone.data.token_store import Split, TokenStore, build_once, corrupt_store_error
+from torchtitan_clone.data.token_store import Split, Tokens, TokenStore, build_once, corrupt_store_error, map_numbers
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.files import write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
-PIECE_FILES = ("rows", "starts", "lengths")
+CHUNK_FILES = ("rows", "starts", "lengths")
 _CHECKED_AT_ONCE = 1 << 20
-
-
-class Rows(Protocol):
-    """Rows of one split. Shapes: B rows, T tokens of a row (seq_len)."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """Returns rows [B, T + 1] by their indices."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Windows:
-    """Consecutive windows of the tokens, each of which begins with the last token of the one before."""
-
-    tokens: Tokens
-    seq_len: int
-
-    def __len__(self) -> int:
-        return max(0, len(self.tokens) - 1) // self.seq_len
-
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        starts = (indices * self.seq_len).tolist()
-        return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Rows of whole pieces, each filled up with end-of-text tokens."""
+    """Rows of whole chunks, each filled up with end-of-text tokens."""
 
     tokens: Tokens
     seq_len: int
@@ -70,27 +47,25 @@ class PackedRows:
         return len(self.rows) - 1
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        found = np.full((len(indices), self.seq_len + 1), self.eos_id, dtype=self.tokens.dtype)
-        for row, index in zip(found, indices.tolist(), strict=True):
-            pieces = slice(self.rows[index], self.rows[index + 1])
+        out = np.full((len(indices), self.seq_len + 1), self.eos_id, dtype=self.tokens.dtype)
+        for row, index in zip(out, indices.tolist(), strict=True):
+            chunks = slice(self.rows[index], self.rows[index + 1])
             position = 0
-            for start, length in zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True):
+            for start, length in zip(self.starts[chunks].tolist(), self.lengths[chunks].tolist(), strict=True):
                 row[position : position + length] = self.tokens[start : start + length]
                 position += length
-        return found
+        return out
 
 
-def open_rows(store: TokenStore, split: Split, *, seq_len: int) -> Rows:
-    """Returns the rows of a split, and packs the store first if its packing is "best_fit" and that was not done.
+def open_packed(store: TokenStore, split: Split, *, seq_len: int) -> PackedRows:
+    """Returns the packed rows of a split, and packs the store first if that was not done.
 
-    ConfigError if packed rows are damaged, or cannot be written.
+    ConfigError if they are damaged, or cannot be written.
     """
-    if store.packing == "concatenate":
-        return Windows(tokens=store.tokens(split), seq_len=seq_len)
     folder = store.folder / f"best_fit-{seq_len}"
     try:
         build_once(folder, name=store.meta.source, build=partial(_write_rows, store=store, seq_len=seq_len))
-        return _open_packed(store, split, seq_len=seq_len, folder=folder)
+        return _open_rows(store, split, seq_len=seq_len, folder=folder)
     except DocumentError as error:
         raise corrupt_store_error(folder, reason=str(error)) from error
     except OSError as error:
@@ -98,21 +73,21 @@ def open_rows(store: TokenStore, split: Split, *, seq_len: int) -> Rows:
         raise ConfigError(f'data.packing = "best_fit": rows in {folder} failed: {error}; {remedy}.') from error
 
 
-def _open_packed(store: TokenStore, split: Split, *, seq_len: int, folder: Path) -> PackedRows:
-    rows, starts, lengths = (map_numbers(folder / f"{split}.{name}", dtype="int64") for name in PIECE_FILES)
+def _open_rows(store: TokenStore, split: Split, *, seq_len: int, folder: Path) -> PackedRows:
+    rows, starts, lengths = (map_numbers(folder / f"{split}.{name}", dtype="int64") for name in CHUNK_FILES)
     if not len(rows) or rows[0] != 0 or rows[-1] != len(starts) or len(starts) != len(lengths):
-        raise DocumentError(f"{split}.rows does not reach from 0 to the number of pieces")
+        raise DocumentError(f"{split}.rows does not reach from 0 to the number of chunks")
     tokens = store.tokens(split)
-    changed = tuple((folder / f"{split}.{name}").stat().st_mtime_ns for name in PIECE_FILES)
+    changed = tuple((folder / f"{split}.{name}").stat().st_mtime_ns for name in CHUNK_FILES)
     _check_rows(folder, split, seq_len=seq_len, num_tokens=len(tokens), changed=changed)
     eos_id = store.meta.eos_id
     return PackedRows(tokens=tokens, seq_len=seq_len, eos_id=eos_id, rows=rows, starts=starts, lengths=lengths)
 
 
-@cache  # rows are opened several times, and reading all pieces takes 5 s for 10^8
+@cache  # rows are opened several times, and reading all chunks takes 5 s for 10^8
 def _check_rows(folder: Path, split: Split, *, seq_len: int, num_tokens: int, changed: tuple[int, ...]) -> None:
-    """DocumentError if a row has a piece that is not in the tokens, or more than it has room for."""
-    rows, starts, lengths = (map_numbers(folder / f"{split}.{name}", dtype="int64") for name in PIECE_FILES)
+    """DocumentError if a row has a chunk that is not in the tokens, or more than it has room for."""
+    rows, starts, lengths = (map_numbers(folder / f"{split}.{name}", dtype="int64") for name in CHUNK_FILES)
     for first in range(0, len(rows) - 1, _CHECKED_AT_ONCE):
         bounds = rows[first : first + _CHECKED_AT_ONCE + 1]
         if (np.diff(bounds) <= 0).any() or bounds[0] < 0 or bounds[-1] > len(starts):
@@ -128,10 +103,10 @@ def _write_rows(folder: Path, *, store: TokenStore, seq_len: int) -> None:
     for split in get_args(Split):
         offsets = store.offsets(split)
         starts, lengths = divide(offsets, seq_len=seq_len)
-        row_of_piece = best_fit(lengths, capacity=seq_len + 1)
-        order = np.argsort(row_of_piece, kind="stable")
-        rows = np.concatenate([[0], np.cumsum(np.bincount(row_of_piece))]).astype(np.int64)
-        for name, array in zip(PIECE_FILES, (rows, starts[order], lengths[order]), strict=True):
+        row_of_chunk = best_fit(lengths, capacity=seq_len + 1)
+        order = np.argsort(row_of_chunk, kind="stable")
+        rows = np.concatenate([[0], np.cumsum(np.bincount(row_of_chunk))]).astype(np.int64)
+        for name, array in zip(CHUNK_FILES, (rows, starts[order], lengths[order]), strict=True):
             write_atomically(folder / f"{split}.{name}", array.tobytes())
         if split == "train":
             _report(store, documents=np.diff(offsets), lengths=lengths, num_rows=len(rows) - 1, seq_len=seq_len)
@@ -148,7 +123,7 @@ def _report(store: TokenStore, *, documents: np.ndarray, lengths: np.ndarray, nu
 
 
 def divide(offsets: np.ndarray, *, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start and length of the pieces of each document: parts overlap by the token that is target and input."""
+    """Returns start and length of the chunks of each document: parts overlap by the token that is target and input."""
     documents = np.diff(offsets)
     counts = np.maximum(1, -(-(documents - 1) // seq_len))
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -157,29 +132,29 @@ def divide(offsets: np.ndarray, *, seq_len: int) -> tuple[np.ndarray, np.ndarray
 
 
 def best_fit(lengths: np.ndarray, *, capacity: int) -> np.ndarray:
-    """Returns the row of each piece, rows counted from 0: best-fit decreasing, over all pieces of a length at once.
+    """Returns the row of each chunk, rows counted from 0: best-fit decreasing, over all chunks of a length at once.
 
-    A row with room for k pieces of the length takes as many before the next one with as much room.
+    A row with room for k chunks of the length takes as many before the next one with as much room.
     """
-    row_of_piece = np.empty(len(lengths), dtype=np.int64)
+    row_of_chunk = np.empty(len(lengths), dtype=np.int64)
     rows_by_room: dict[int, list[np.ndarray]] = {}
     has_room = np.zeros(capacity + 1, dtype=bool)
     num_rows = 0
     order = np.argsort(-lengths, kind="stable")
-    for pieces in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
-        length = int(lengths[pieces[0]]) if len(pieces) else capacity
-        while len(pieces):
+    for chunks in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        length = int(lengths[chunks[0]]) if len(chunks) else capacity
+        while len(chunks):
             room = length + int(has_room[length:].argmax())
             if not has_room[room]:
                 room = capacity
-                rows = num_rows + np.arange(-(-len(pieces) // (room // length)))
+                rows = num_rows + np.arange(-(-len(chunks) // (room // length)))
                 num_rows += len(rows)
             else:
                 rows = np.concatenate(rows_by_room.pop(room))
                 has_room[room] = False
             each = room // length
-            placed = min(len(pieces), each * len(rows))
-            row_of_piece[pieces[:placed]] = np.repeat(rows, each)[:placed]
+            placed = min(len(chunks), each * len(rows))
+            row_of_chunk[chunks[:placed]] = np.repeat(rows, each)[:placed]
             full, rest = divmod(placed, each)
             left = {room - each * length: rows[:full], room: rows[full + (rest > 0) :]}
             left.setdefault(room - rest * length, rows[full : full + (rest > 0)])
@@ -187,5 +162,5 @@ def best_fit(lengths: np.ndarray, *, capacity: int) -> np.ndarray:
                 if len(rows_left) and room_left:
                     rows_by_room.setdefault(room_left, []).append(rows_left)
                     has_room[room_left] = True
-            pieces = pieces[placed:]
-    return row_of_piece
+            chunks = chunks[placed:]
+    return row_of_chunk

@@ -9,23 +9,22 @@ A document of a *stream* ends at the tokenizer's end-of-text token, also across 
 file's index says. Where such a document does not end with that token, it is *added* when the ids are read.
 """
 
-import json
 import logging
-import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import toml_like
-from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json, shorten
+from torchtitan_clone.data.token_store import Segment, TokenArray, map_bytes
+from torchtitan_clone.documents import DocumentError, shorten
 
 if TYPE_CHECKING:
     import pyarrow
@@ -43,26 +42,7 @@ LLMC_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Type of the ids by the first two numbers of the header: magic number and version."""
 _LLMC_MAGIC = {20240520: "training data", 20240801: "training data", 20240522: "evaluation data"}
 _NUMPY_HEADER = re.compile(rb"\{'descr': '([<|][iu][1248])', 'fortran_order': \w+, 'shape': \(([0-9]{1,18}),\), \} *\n")
-_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _CHUNK = 1 << 24
-_OPEN_FILES = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Consecutive token ids of a file."""
-
-    file: int
-    """Index into the files of the source."""
-    start: int
-    """Offset in bytes."""
-    dtype: str
-    tokens: int
-
-    def part(self, first: int, last: int) -> "Segment":
-        """Returns the ids in [first, last)."""
-        start = self.start + first * np.dtype(self.dtype).itemsize
-        return Segment(file=self.file, start=start, dtype=self.dtype, tokens=last - first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,82 +56,16 @@ class SplitIndex:
     """int64; positions of the added tokens."""
 
 
-class Tokens(Protocol):
-    """Token ids that are read in slices: an array of NumPy, or one that is put together from several."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, positions: slice, /) -> np.ndarray: ...
-
-
-class TokenArray:
-    """Token ids of several files as one array that is read in slices; opens the files as they are needed."""
-
-    def __init__(self, segments: Sequence[Segment], *, files: Sequence[Path], added: np.ndarray, eos_id: int) -> None:
-        self._segments = segments
-        self._starts = np.cumsum([0, *(segment.tokens for segment in segments)])
-        self._added = added
-        self._eos_id = eos_id
-        self._open = lru_cache(_OPEN_FILES)(lambda file: map_bytes(files[file]))
-        self.dtype = np.result_type(np.uint16, np.min_scalar_type(eos_id), *{segment.dtype for segment in segments})
-
-    def __len__(self) -> int:
-        return int(self._starts[-1]) + len(self._added)
-
-    def __getitem__(self, positions: slice) -> np.ndarray:
-        start, stop, _ = positions.indices(len(self))
-        first, last = (int(each) for each in np.searchsorted(self._added, [start, stop]))
-        stored = self._stored(start - first, stop - last)
-        if first == last:
-            return stored
-        found = np.full(stop - start, self._eos_id, dtype=self.dtype)
-        is_stored = np.ones(len(found), dtype=bool)
-        is_stored[self._added[first:last] - start] = False
-        found[is_stored] = stored
-        return found
-
-    def _stored(self, start: int, stop: int) -> np.ndarray:
-        """Returns ids by their place among those that are in the files."""
-        found = np.empty(stop - start, dtype=self.dtype)
-        position = start
-        index = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while position < stop:
-            segment, offset = self._segments[index], position - int(self._starts[index])
-            part = segment.part(offset, min(segment.tokens, offset + stop - position))
-            content = self._open(part.file)[part.start :][: part.tokens * np.dtype(part.dtype).itemsize]
-            found[position - start :][: part.tokens] = content.view(part.dtype)
-            position += part.tokens
-            index += 1
-        return found
-
-
-def map_bytes(path: Path, *, follow_links: bool = True) -> np.ndarray:
-    """Maps a file into memory as an array of bytes."""
-    with open_regular(path, follow_links=follow_links) as file:
-        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
-            return np.empty(0, dtype=np.uint8)
-        return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
-
-
-def map_numbers(path: Path, *, dtype: str) -> np.ndarray:
-    """Maps a file of numbers, which no link leads to, into memory; DocumentError if it has no whole number of them."""
-    content = map_bytes(path, follow_links=False)
-    if rest := len(content) % np.dtype(dtype).itemsize:
-        raise DocumentError(f"{path.name} has {rest} bytes after its last {dtype}")
-    return content.view(dtype)
-
-
 def select_token_files(files: Sequence[Path], *, root: Path) -> tuple[Path, ...]:
     """Returns the files of token ids and their indices, () if the files are text.
 
     A folder holds token ids if it has nothing else but metadata, or if one directly in it is named "train".
     """
-    found = [path for path in files if path.suffix in TOKEN_FILES]
-    is_named = any(path.parent == root and "train" in path.stem for path in found)
-    if not found or not (is_named or all(path.suffix in TOKEN_FILES or _METADATA.search(path.name) for path in files)):
+    token_files = [path for path in files if path.suffix in TOKEN_FILES]
+    is_named = any(path.parent == root and "train" in path.stem for path in token_files)
+    if not token_files or not (
+        is_named or all(path.suffix in TOKEN_FILES or _METADATA.search(path.name) for path in files)
+    ):
         return ()
     # cache-*.arrow: results that `datasets` keeps beside the data. Folders in the list are errors.
     return tuple(
@@ -219,8 +133,8 @@ class TokenFiles:
         lacking = [np.empty(0, dtype=np.int64)]
         total = 0
         for segment, ends_in_segment in chain.from_iterable(map(self._segments, numbers)):
-            for found, without_eos in self._scan(segment, ends=ends_in_segment):
-                ends.append(total + found)
+            for ends_of_chunk, without_eos in self._scan(segment, ends=ends_in_segment):
+                ends.append(total + ends_of_chunk)
                 lacking.append(total + without_eos)
             segments.append(segment)
             total += segment.tokens
@@ -269,8 +183,8 @@ def check_ids(ids: np.ndarray, *, vocab_size: int, path: Path) -> None:
     """ConfigError if an id is outside the vocabulary."""
     lowest, highest = int(ids.min(initial=0)), int(ids.max(initial=0))
     if lowest < 0 or highest >= vocab_size:
-        found = f"token id {lowest if lowest < 0 else highest}, and the tokenizer has the ids 0 to {vocab_size - 1}"
-        refuse(path, f"{found}; set model.hf_assets_path to the tokenizer that the ids were made with")
+        wrong = f"token id {lowest if lowest < 0 else highest}, and the tokenizer has the ids 0 to {vocab_size - 1}"
+        refuse(path, f"{wrong}; set model.hf_assets_path to the tokenizer that the ids were made with")
 
 
 def warn_about_blocks(lengths: np.ndarray, *, without_eos: int, path: Path) -> None:
@@ -286,8 +200,8 @@ def warn_about_blocks(lengths: np.ndarray, *, without_eos: int, path: Path) -> N
 def named_validation(files: Sequence[Path], *, root: Path) -> set[Path]:
     """Returns the files whose names, or those of their folders, say that they are held out; none if all do."""
     parts = {path: (*path.relative_to(root).parts[:-1], path.stem) for path in files}
-    found = {path for path in files if any(map(_VALIDATION.search, parts[path]))}
-    return found if len(found) < len(files) else set()
+    named = {path for path in files if any(map(_VALIDATION.search, parts[path]))}
+    return named if len(named) < len(files) else set()
 
 
 def _cut(index: SplitIndex, first: int, last: int) -> SplitIndex:
@@ -385,11 +299,11 @@ def _numpy_header(content: np.ndarray) -> tuple[int, str, int]:
     """Returns the offset, type and number of ids. numpy.lib.format would evaluate the header as an expression."""
     start = 10 + int.from_bytes(content[8:10].tobytes(), "little")
     header = content[10:start].tobytes()
-    found = _NUMPY_HEADER.fullmatch(header)
-    if found is None:
+    match = _NUMPY_HEADER.fullmatch(header)
+    if match is None:
         shown = shorten(header.decode("latin-1").strip())
         raise DocumentError(f"NumPy's header {shown!r} is not that of integers in one dimension")
-    return start, np.dtype(found[1].decode()).name, int(found[2])
+    return start, np.dtype(match[1].decode()).name, int(match[2])
 
 
 def _read_arrow(path: Path, *, number: int, column: str) -> Iterator[tuple[Segment, np.ndarray | None]]:
@@ -496,32 +410,3 @@ def read_token_rows(files: Sequence[Path], *, column: str) -> Iterator[tuple[np.
                         yield row.values.to_numpy(), done
         except (pyarrow.ArrowException, OSError, UnicodeError) as error:
             refuse(path, f"not a complete parquet file ({shorten(str(error))}); replace the file")
-
-
-def segments_to_json(index: Mapping[str, SplitIndex]) -> bytes:
-    """Returns the segments of all splits."""
-    return json.dumps(
-        {split: [list(vars(each).values()) for each in found.segments] for split, found in index.items()}
-    ).encode()
-
-
-def read_segments(path: Path, *, files: Sequence[Path]) -> dict[Literal["train", "validation"], list[Segment]]:
-    """Reads what segments_to_json wrote, and compares it with the files; DocumentError if they do not agree."""
-    table = read_json(path, max_bytes=1 << 30).table("train", "validation")
-    sizes = [file.stat().st_size for file in files]
-    return {
-        split: [_read_segment(item, sizes=sizes) for item in table[split].items()] for split in ("train", "validation")
-    }
-
-
-def _read_segment(value: Value, *, sizes: Sequence[int]) -> Segment:
-    file, start, dtype, tokens = value.items(count=4)
-    segment = Segment(
-        file=file.integer(high=len(sizes) - 1),
-        start=start.integer(),
-        dtype=dtype.choice(*_INTEGERS),
-        tokens=tokens.integer(),
-    )
-    if segment.start + segment.tokens * np.dtype(segment.dtype).itemsize > sizes[segment.file]:
-        value.refuse("must lie within the file")
-    return segment

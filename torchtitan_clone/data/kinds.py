@@ -1,4 +1,4 @@
-"""Recognizes what a file holds by its name and its first bytes, so that no format is trained on as text by mistake.
+"""Recognizes what files hold by their names and first bytes, so that no format is trained on as text by mistake.
 
 text      one document, or several if it is long
 rows      lines of JSON, each with a document
@@ -7,20 +7,34 @@ json      one JSON value: metadata beside rows, else text
 tokens    token ids of another program, see formats
 binary    no text; the `problem` says what it is if that is known
 foreign   data of a format that is not read; the `problem` says which, and how to convert it
+
+Of a folder the files that are read are selected: what is left out is said, and is an error if it is much. Compressed
+ones (gzip, bzip2, xz, zstandard) are decompressed as streams, in bounded memory.
 """
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
 import re
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
-from torchtitan_clone.data.compression import ERRORS, MAGIC, SUFFIXES, decompressed
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data.formats import TOKEN_SUFFIXES
-from torchtitan_clone.documents import open_regular
+from torchtitan_clone.documents import DocumentError, open_regular, shorten
+
+if TYPE_CHECKING:
+    import zstandard
+    from _typeshed import WriteableBuffer
 
 Content = Literal["text", "rows", "parquet", "json", "tokens", "binary", "foreign"]
 
@@ -29,8 +43,23 @@ _FIRST_ROW_NAMES = re.compile(r"\.(jsonl(\.gz|\.zst)?|json\.(gz|zst))$")
 """The files of rows of version 0.1, which read those of other names as text, or not at all."""
 LINE_BYTES = 1 << 26
 """A longer line of JSON is a bad row: it holds a text of the longest size with every character escaped."""
+_COMPRESSIONS = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
+"""Compression by the end of a file's name."""
+_COMPRESSED_MAGIC = {b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\0": "xz"}
+_COMPRESSED_MAGIC |= {b"BZh%d1AY&SY" % level: "bz2" for level in range(1, 10)}
+"""Compression by the first bytes of a file."""
+ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
+"""What the streams raise if the data is truncated or corrupt."""
+_MAX_WINDOW = 1 << 31
+"""The longest window of a zstandard frame: that of `zstd --long=31`."""
 _HEAD_BYTES = 1 << 13
 _RECORD_BYTES = 1 << 20
+SMALL_SHARE = 0.01
+"""More of the bytes of a folder in files that are not read are an error."""
+_METADATA_BYTES = 1 << 20
+"""A larger file of metadata counts as one that is not read."""
+_METADATA = re.compile(r"_success|_(committed|started)_.*|_(common_)?metadata", re.IGNORECASE)
+_ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|md5sums?|sha256sums?)(\.\w+)?", re.IGNORECASE)
 
 _BY_PROGRAM = "write the text of its samples to .jsonl or .parquet with that program, see docs/data.md"
 _AS_TABLE = 'convert it to .jsonl or .parquet with the text in "text" (training.text_key), or remove it'
@@ -99,16 +128,16 @@ def _kind_of(path: Path, text_key: str, size: int, _time: int) -> Kind:
         if pattern.search(name):
             return _foreign(what, remedy)
     stem, dot, last = name.rpartition(".")
-    named = SUFFIXES.get(dot + last, "")
+    named = _COMPRESSIONS.get(dot + last, "")
     stem = stem if named else name
     with open_regular(path, follow_links=True) as raw:
         head = raw.read(_HEAD_BYTES)
-        if found := _offsets_format(raw, head=head, size=size):
-            return _foreign(*found)
+        if foreign := _offsets_format(raw, head=head, size=size):
+            return _foreign(*foreign)
         if name.endswith(TOKEN_SUFFIXES):
             is_zip = head.startswith(b"PK\3\4")  # also a model of PyTorch; ids can have the values of shorter numbers
             return Kind(content="binary", problem=_NO_TEXT[b"PK\3\4"]) if is_zip else Kind(content="tokens")
-        compression = named or next((kind for magic, kind in MAGIC.items() if head.startswith(magic)), "")
+        compression = named or next((kind for magic, kind in _COMPRESSED_MAGIC.items() if head.startswith(magic)), "")
         if compression:
             raw.seek(0)
             try:
@@ -126,15 +155,15 @@ def _kind_of(path: Path, text_key: str, size: int, _time: int) -> Kind:
 
 def _kind_of_content(path: Path, head: bytes, *, stem: str, compression: str, text_key: str) -> Kind:
     """Returns the kind of what is neither a table nor token ids, by its first bytes after decompression."""
-    found = [format_ for magic, format_ in _BY_MAGIC.items() if head.startswith(magic)]
+    formats = [format_ for magic, format_ in _BY_MAGIC.items() if head.startswith(magic)]
     if compression and head.startswith(b"PAR1"):
-        found = [_COMPRESSED_TABLE]
+        formats = [_COMPRESSED_TABLE]
     if head[257:262] == b"ustar":
-        found = [_TAR]
-    if not found and _is_wide(head):
-        found = [_UTF16]
-    if found:
-        return _foreign(*found[0])
+        formats = [_TAR]
+    if not formats and _is_wide(head):
+        formats = [_UTF16]
+    if formats:
+        return _foreign(*formats[0])
     is_rows = stem.endswith(ROW_SUFFIXES) or (bool(compression) and stem.endswith(".json"))
     rows = Kind(content="rows", compression=compression, by_name=bool(_FIRST_ROW_NAMES.search(path.name.lower())))
     no_text = [what for magic, what in _NO_TEXT.items() if head.startswith(magic)]
@@ -210,3 +239,143 @@ def _has_records(path: Path, start: bytes, *, compression: str, text_key: str) -
         except (*ERRORS, ValueError, RecursionError):
             return False
     return isinstance(value, dict) and isinstance(value.get(text_key), str)
+
+
+def select_readable(files: Sequence[Path], *, root: Path, text_key: str, option: str) -> tuple[tuple[Path, ...], str]:
+    """Returns the files that are read, and in words which others the root has.
+
+    ConfigError for data in a format that is not read, and if more than a small share of the bytes is in other files.
+    """
+    kinds = _kinds_of(files, text_key=text_key)
+    foreign = defaultdict[str, list[Path]](list)
+    for file, kind in kinds.items():
+        if kind.content == "foreign":
+            foreign[kind.problem].append(file)
+    if foreign:
+        raise ConfigError([f"{option}: {_first(of_problem)} {problem}." for problem, of_problem in foreign.items()])
+    contents = {kind.content for kind in kinds.values()}
+    if contents == {"tokens"}:
+        return tuple(files), ""
+    is_table = bool(contents & {"rows", "parquet"})
+    unreadable = {"binary", "tokens"} if is_table or "text" in contents else {"binary", "tokens", "json"}
+    metadata = {file: kind for file, kind in kinds.items() if _is_metadata(file, kind, beside_rows=is_table)}
+    unread = {file: kind for file, kind in kinds.items() if kind.content in unreadable and file not in metadata}
+    _check_share([*unread, *(file for file in metadata if file.stat().st_size > _METADATA_BYTES)], kinds, option=option)
+    kept = tuple(file for file in files if file not in unread and file not in metadata)
+    left_out = [f"{list_names([*unread], root=root)} (not text)"] if unread else []
+    left_out += [f"{list_names([*metadata], root=root)} (metadata)"] if metadata else []
+    notes = [f"left out of {shorten(str(root))}: {'; '.join(left_out)}"] if left_out else []
+    if is_table and (texts := [file for file in kept if kinds[file].content == "text"]):
+        notes.append(f"read as plain text, beside files of rows: {list_names(texts, root=root)}")
+    return kept, "; ".join(notes)
+
+
+def _kinds_of(files: Sequence[Path], *, text_key: str) -> dict[Path, Kind]:
+    def find(file: Path) -> Kind:
+        try:
+            return kind_of(file, text_key=text_key)
+        except (DocumentError, OSError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}); remove it, or correct its permissions.") from error
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        return dict(zip(files, threads.map(find, files), strict=True))
+
+
+def _is_metadata(path: Path, kind: Kind, *, beside_rows: bool) -> bool:
+    """Returns whether a file is metadata: of Spark and Parquet, and beside rows also JSON, a README or a licence."""
+    named = _METADATA.fullmatch(path.name) or (beside_rows and kind.content == "text" and _ABOUT.fullmatch(path.name))
+    return bool(named) or (beside_rows and kind.content == "json")
+
+
+def _check_share(unread: Sequence[Path], kinds: Mapping[Path, Kind], *, option: str) -> None:
+    if not unread:
+        return  # without asking for the size of each file
+    sizes = {file: file.stat().st_size for file in kinds}
+    lost, total = sum(sizes[file] for file in unread), sum(sizes.values())
+    if lost <= SMALL_SHARE * total:
+        return
+    largest = max(unread, key=lambda file: sizes[file])
+    content = kinds[largest].content
+    what = {"json": "JSON, of which brackets and keys would be trained on", "tokens": "token ids or an array"}
+    described = kinds[largest].problem or what.get(content, "not text")
+    remedy = {
+        "json": "rename it to .jsonl if each of its lines is a record with text, or to .txt to train on all of it",
+        "tokens": "move it to a folder of its own, which may have nothing but token ids and their metadata",
+    }
+    share = f", and {lost / total:.0%} of the bytes would be left out" if len(kinds) > 1 else ""
+    names = _first([largest, *(file for file in unread if file != largest)])
+    remedied = remedy.get(content, "convert it to .jsonl or .parquet, or move it away")
+    raise ConfigError(f"{option}: {names} is {described}{share}; {remedied}.")
+
+
+def _first(files: Sequence[Path]) -> str:
+    """Returns the first path and the number of the others."""
+    return shorten(str(files[0]), max_chars=500) + (f" (and {len(files) - 1:,} more)" if len(files) > 1 else "")
+
+
+def list_names(files: Sequence[Path], *, root: Path, limit: int = 5) -> str:
+    """Returns the names of the first files, and the number of the others."""
+    names = [shorten(file.relative_to(root).as_posix()) for file in files[:limit]]
+    return ", ".join(names) + (f" and {len(files) - limit:,} more" if len(files) > limit else "")
+
+
+def decompressed(raw: BinaryIO, *, compression: str) -> BinaryIO:
+    """Returns a stream of the decompressed data; `raw` itself if `compression` is empty."""
+    if compression == "gz":
+        return cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+    if compression == "bz2":
+        return cast("BinaryIO", bz2.BZ2File(raw))
+    if compression == "xz":
+        return cast("BinaryIO", lzma.LZMAFile(raw))
+    if compression == "zst":
+        return io.BufferedReader(_ZstdReader(raw))
+    return raw
+
+
+class _ZstdReader(io.RawIOBase):
+    """Decompresses frame by frame, because zstandard's own reader accepts a truncated file."""
+
+    INPUT_BYTES = 1 << 10
+    """Become at most 32 MiB: a block of 128 KiB has at least 4 bytes."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        super().__init__()
+        self._raw = raw
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fills the buffer from the data; 0 at its end. EOFError if it is truncated, OSError if it is corrupt.
+
+        DocumentError if it needs too much memory.
+        """
+        while not self._output:
+            self._input = self._input or self._raw.read(self.INPUT_BYTES)
+            if not self._input:
+                break
+            self._decompress()
+        if self._frame is not None and not self._output:
+            raise EOFError("truncated within a frame")
+        target = memoryview(buffer).cast("B")
+        size = min(len(target), len(self._output))
+        target[:size] = self._output[:size]
+        self._output = self._output[size:]
+        return size
+
+    def _decompress(self) -> None:
+        import zstandard
+
+        frame = self._frame or zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
+        try:
+            self._output = memoryview(frame.decompress(self._input))
+        except zstandard.ZstdError as error:
+            reason = str(error).rpartition(": ")[2]
+            if "too much memory" in reason:
+                raise DocumentError("its window is longer than 2 GiB: compress it with zstd --long=31") from error
+            raise OSError(reason) from error
+        self._input = frame.unused_data
+        self._frame = None if frame.eof else frame

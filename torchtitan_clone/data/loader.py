@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context, resource_tracker
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,22 +20,13 @@ from torch import Tensor
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import STOP_SIGNALS
 from torchtitan_clone.config.messages import toml_like
-from torchtitan_clone.data.mixture_dataset import MixtureDataset
-from torchtitan_clone.data.mixture_state import find_data_changes, mixture_record, streams_to_resume
+from torchtitan_clone.data.dataset import Dataset, RowChunk, RowReader, StreamPosition, StreamState, slice_of_rank
 from torchtitan_clone.data.packing import Batch, pack
-from torchtitan_clone.data.row_reader import (
-    Dataset,
-    RowChunk,
-    RowReader,
-    StreamPosition,
-    StreamState,
-    slice_of_rank,
-    streams_from_plain,
-    streams_to_plain,
-)
-from torchtitan_clone.data.streaming import merge_positions
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.observe.by_source import Totals, scale_bytes
+
+if TYPE_CHECKING:
+    from torchtitan_clone.data.mixture_dataset import MixtureDataset
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -103,7 +94,7 @@ class Loader:
                 f"data.num_workers = {num_workers}: more than the {rows} sequences of a global batch that each rank "
                 f"reads, which its workers divide among themselves; set it to at most {rows}."
             )
-        self._mixture = dataset if isinstance(dataset, MixtureDataset) else None
+        self._mixture = _as_mixture(dataset)
         self._train_reader = partial(dataset.train_reader, seed=seed)
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
         self._num_workers = num_workers
@@ -204,10 +195,18 @@ class Loader:
         """Returns plain data, the same on every rank; a collective over all ranks for hub data."""
         if self._uncollected:
             positions = self._gather_positions(self._uncollected)
+            from torchtitan_clone.data.streaming import merge_positions
+
             self._streams = merge_positions(positions, num_rows=self._slice.global_batch_size)
             self._uncollected = []
-        record = {} if self._mixture is None else mixture_record(self._mixture, samples=self._samples)
-        return {"samples": self._samples, **self._order, **record, **streams_to_plain(self._streams)}
+        state: dict[str, object] = {"samples": self._samples, **self._order}
+        if self._mixture is not None:
+            state |= self._mixture.record(samples=self._samples)
+        if self._streams:
+            from torchtitan_clone.data.streaming import streams_to_plain
+
+            state |= streams_to_plain(self._streams)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_change: bool) -> None:
         """Resumes after the samples that `state` counts, for any number of ranks, workers and any batch size.
@@ -216,11 +215,11 @@ class Loader:
         """
         try:
             samples = Value(state.get("samples"), where="samples").integer(high=MAX_SAMPLES)
-            streams = streams_from_plain(state)
-            changes = find_data_changes(self._mixture, state=state, samples=samples)
+            streams = _read_streams(state)
+            changes = _find_mixture_changes(self._mixture, state=state, samples=samples)
             if self._mixture is not None:
                 num_rows = self._slice.global_batch_size
-                streams = streams_to_resume(self._mixture, state=state, streams=streams, num_rows=num_rows)
+                streams = self._mixture.streams_to_resume(state=state, streams=streams, num_rows=num_rows)
         except DocumentError as error:
             raise ConfigError(f"the position in the data that the checkpoint holds is damaged: {error}") from error
         changed = {key: value for key, value in self._order.items() if state.get(key) != value}
@@ -260,8 +259,9 @@ class ValidationLoader:
         batch_slice = slice_of_rank(
             options.rank, num_ranks=options.num_ranks, global_batch_size=global_batch_size, seq_len=options.seq_len
         )
-        self._has_sources = isinstance(dataset, MixtureDataset)
-        self._byte_scales = dataset.byte_scales("validation") if isinstance(dataset, MixtureDataset) else {}
+        mixture = _as_mixture(dataset)
+        self._has_sources = mixture is not None
+        self._byte_scales = {} if mixture is None else mixture.byte_scales("validation")
         self._held_out_rows = dataset.validation_reader(batch_slice)
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
 
@@ -273,6 +273,29 @@ class ValidationLoader:
     def scale_bytes(self, by_source: Mapping[str, Totals]) -> dict[str, Totals]:
         """Returns the totals of the sources with the bytes of their text, see TokenStore.byte_scale."""
         return scale_bytes(by_source, self._byte_scales)
+
+
+def _as_mixture(dataset: Dataset) -> "MixtureDataset | None":
+    """Returns the dataset if it is a mixture, whose module other runs do not import."""
+    return cast("MixtureDataset", dataset) if dataset.is_mixture else None
+
+
+def _read_streams(state: Mapping[str, Any]) -> list[StreamState]:
+    """Returns the positions in hub datasets; DocumentError if they are damaged."""
+    if not state.keys() & {"cursors", "streams"}:
+        return []
+    from torchtitan_clone.data.streaming import streams_from_plain
+
+    return streams_from_plain(state)
+
+
+def _find_mixture_changes(mixture: "MixtureDataset | None", *, state: Mapping[str, Any], samples: int) -> list[str]:
+    """Returns in what the sources and stages differ from those of a state; DocumentError if it is damaged."""
+    if mixture is None and not state.keys() & {"sources", "stages"}:
+        return []
+    from torchtitan_clone.data.mixture_dataset import find_data_changes
+
+    return find_data_changes(mixture, state=state, samples=samples)
 
 
 def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int) -> Batch:
@@ -338,10 +361,13 @@ def _blocked_stop_signals() -> Iterator[None]:
     """Blocks the stop signals in processes that start inside, until they can handle them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     # Training exits without teardown; the tracker then removes the workers' semaphores, and would warn of each run's.
-    warnings_before = os.environ.get("PYTHONWARNINGS", "")
-    os.environ["PYTHONWARNINGS"] = f"{warnings_before},ignore:resource_tracker"
+    warnings_before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [warnings_before, "ignore:resource_tracker"]))
     resource_tracker.ensure_running()  # unblocks some of the signals when it starts
-    os.environ["PYTHONWARNINGS"] = warnings_before
+    if warnings_before is None:
+        del os.environ["PYTHONWARNINGS"]
+    else:
+        os.environ["PYTHONWARNINGS"] = warnings_before
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

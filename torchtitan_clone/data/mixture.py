@@ -16,7 +16,7 @@ from math import lcm
 import numpy as np
 
 from torchtitan_clone.config.stages import Timeline
-from torchtitan_clone.data.permutation import permute
+from torchtitan_clone.data.dataset import permute
 
 _BLOCK_BITS = 11
 
@@ -62,12 +62,12 @@ class Mixture:
         size = self._shares[index].block_size
         first = samples.start - self.timeline.stages[index].first_sample
         last = first + len(samples)
-        found: list[tuple[np.ndarray, np.ndarray]] = []
+        blocks: list[tuple[np.ndarray, np.ndarray]] = []
         for block in range(first // size, (last - 1) // size + 1):
             inside = slice(max(0, first - block * size), last - block * size)
             sources, uses = self._read_block(index, block)
-            found.append((sources[inside], uses[inside]))
-        return np.concatenate([sources for sources, _ in found]), np.concatenate([uses for _, uses in found])
+            blocks.append((sources[inside], uses[inside]))
+        return np.concatenate([sources for sources, _ in blocks]), np.concatenate([uses for _, uses in blocks])
 
     def uses_by_stage(self, sample: int) -> np.ndarray:
         """Returns how many rows of each source [stages, sources] come before a sample in each stage."""

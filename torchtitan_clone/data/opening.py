@@ -1,75 +1,119 @@
-"""Opens the data that the options name: one dataset, or the sources of a mixture."""
+"""Opens the data that the options name: one dataset, or the sources of a mixture.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+What only some runs need is imported where they do: hub datasets, mixtures, and what tokenizes files.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
+from torchtitan_clone import doors
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import shown
+from torchtitan_clone.config.resolved import hub_id
 from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import WHOLE_RUN
-from torchtitan_clone.data.duplicates import drop_duplicates
-from torchtitan_clone.data.mixture import Mixture
-from torchtitan_clone.data.mixture_dataset import MixtureDataset
-from torchtitan_clone.data.preparation import PART_BYTES, prepare_parts, prepare_store, show_progress
-from torchtitan_clone.data.row_reader import Dataset
-from torchtitan_clone.data.sources import Source, describe_source, find_source, hub_id
-from torchtitan_clone.data.streaming import HubDataset, open_hub
-from torchtitan_clone.data.token_dataset import TokenDataset
-from torchtitan_clone.data.token_store import TokenStore
+from torchtitan_clone.data.dataset import Dataset, TokenDataset
+from torchtitan_clone.data.token_store import PART_BYTES, TokenStore
 from torchtitan_clone.data.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from torchtitan_clone.data.mixture import Mixture
+    from torchtitan_clone.data.sources import Source
+    from torchtitan_clone.data.streaming import HubDataset
+
+logger = logging.getLogger("torchtitan_clone")
+
 T = TypeVar("T")
+Report = Callable[[int], None]
+LOG_SECONDS = 10.0
 
 
-def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer, mixture: Mixture | None = None) -> Dataset:
+class DocumentTools(Protocol):
+    """What a package offers that compares documents: `torchtitan_clone/tools/door.py`."""
+
+    def drop_duplicates(self, stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
+        """Returns the stores without documents that occur before in the same or an earlier one; ConfigError."""
+        ...
+
+
+def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer, mixture: "Mixture | None" = None) -> Dataset:
     """Opens the dataset that the options name, and tokenizes local files first if that has not been done.
 
     Call it before process groups start, see prepare_store. ConfigError if the data cannot be read.
     """
 
-    def open_stream(options: Training) -> HubDataset | None:
-        dataset = hub_id(options)
-        return open_hub(dataset, training=options, data=data, tokenizer=tokenizer) if dataset else None
+    def open_stream(options: Training) -> "HubDataset | None":
+        if not (dataset := hub_id(options)):
+            return None
+        from torchtitan_clone.data.streaming import open_hub
+
+        return open_hub(dataset, training=options, data=data, tokenizer=tokenizer)
 
     streamed = _of_each_source(open_stream, training=training, data=data)
     stores = prepare_sources(training=training, data=data, tokenizer=tokenizer)
     opened = {name: stream or TokenDataset(store=stores[name]) for name, stream in streamed.items()}
     if mixture is None:
         return opened[WHOLE_RUN]
+    from torchtitan_clone.data.mixture_dataset import MixtureDataset
+
     limits = {source.name: source.max_epochs for source in data.sources if source.max_epochs is not None}
     return MixtureDataset(mixture=mixture, sources=opened, max_epochs=limits)
 
 
-def describe_data(*, training: Training, data: Data) -> str:
+def describe_source(training: Training) -> str:
     """Returns a one-line description of the data that the options name; ConfigError if local files are missing."""
-    found = _of_each_source(describe_source, training=training, data=data)
-    return "; ".join(f"{name}: {each}" if data.sources else each for name, each in found.items())
+    if name := hub_id(training):
+        return f"{name}, streamed from the Hugging Face hub"
+    from torchtitan_clone.data.sources import find_source
+
+    source = find_source(training)
+    return "; ".join(filter(None, [f"{source.name}, {len(source.files):,} files in {source.root}", source.left_out]))
 
 
-def find_sources(*, training: Training, data: Data) -> dict[str, Source]:
+def describe_data(*, training: Training, data: Data) -> str:
+    """Returns a one-line description of the data of all sources; ConfigError if local files are missing."""
+    descriptions = _of_each_source(describe_source, training=training, data=data)
+    return "; ".join(f"{name}: {each}" if data.sources else each for name, each in descriptions.items())
+
+
+def find_sources(*, training: Training, data: Data) -> "dict[str, Source]":
     """Returns the files of each local source by its name; ConfigError if some are missing."""
-    found = _of_each_source(
+    from torchtitan_clone.data.sources import find_source
+
+    sources = _of_each_source(
         lambda options: None if hub_id(options) else find_source(options), training=training, data=data
     )
-    return {name: source for name, source in found.items() if source is not None}
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def prepare_sources(
     *, training: Training, data: Data, tokenizer: Tokenizer, part_bytes: int = PART_BYTES
 ) -> dict[str, TokenStore]:
     """Returns the store of each local source by its name, and makes those that do not exist; ConfigError as there."""
+    from torchtitan_clone.data.preparation import prepare_store
+
+    tools = cast("DocumentTools | None", doors.find("tools") if data.drop_duplicates else None)
+    if data.drop_duplicates and tools is None:  # before text is tokenized
+        raise ConfigError(f"data.drop_duplicates = true: {doors.why_closed('tools')}, or set the option to false.")
     prepare = partial(prepare_store, tokenizer=tokenizer, data=data, part_bytes=part_bytes)
     stores = _prepare_each(prepare, training=training, data=data)
-    return drop_duplicates(stores) if data.drop_duplicates else stores
+    return stores if tools is None else tools.drop_duplicates(stores)
 
 
 def prepare_share(
     *, training: Training, data: Data, tokenizer: Tokenizer, part_bytes: int, task: int, tasks: int
 ) -> bool:
     """Makes the parts of all local sources that are those of one of several tasks; returns whether now all exist."""
+    from torchtitan_clone.data.preparation import prepare_parts
+
     share = {"part_bytes": part_bytes, "task": task, "tasks": tasks}
     prepare = partial(prepare_parts, tokenizer=tokenizer, data=data, **share)
     return all(_prepare_each(prepare, training=training, data=data).values())
@@ -79,29 +123,29 @@ def _prepare_each(prepare: Callable[..., T], *, training: Training, data: Data) 
     """Prepares the local sources one after another, each in parallel processes, with one progress bar."""
     sources = find_sources(training=training, data=data)
     sizes = {name: sum(file.stat().st_size for file in source.files) for name, source in sources.items()}
-    found: dict[str, T] = {}
+    prepared: dict[str, T] = {}
     with show_progress(total=sum(sizes.values())) as report:
         for name, source in sources.items():
-            before = sum(sizes[each] for each in found)
+            before = sum(sizes[each] for each in prepared)
             with _naming(name, data=data):
-                found[name] = prepare(source, report=lambda size, before=before: report(before + size))
-    return found
+                prepared[name] = prepare(source, report=lambda size, before=before: report(before + size))
+    return prepared
 
 
 def _of_each_source(act: Callable[[Training], T], *, training: Training, data: Data) -> dict[str, T]:
     """Returns what a function makes of the options of each source; ConfigError with the problems of all."""
-    found: dict[str, T] = {}
+    results: dict[str, T] = {}
     problems: list[str] = []
     options = {source.name: partial(_options_of, source, training) for source in data.sources}
     for name, options_of_source in (options or {WHOLE_RUN: lambda: training}).items():
         try:
             with _naming(name, data=data):
-                found[name] = act(options_of_source())
+                results[name] = act(options_of_source())
         except ConfigError as error:
             problems += error.messages
     if problems:
         raise ConfigError(problems)
-    return found
+    return results
 
 
 def _options_of(source: DataSource, training: Training) -> Training:
@@ -131,3 +175,25 @@ def with_own_options(message: str) -> str:
     for option, own in (("dataset_path", "path"), ("dataset", "dataset"), ("text_key", "text_key")):
         message = message.replace(f"training.{option}", own)
     return message
+
+
+@contextmanager
+def show_progress(*, total: int) -> Iterator[Report]:
+    """Yields a function that shows the bytes read so far: a progress bar on a terminal, else log messages."""
+    last_log = time.monotonic()
+    bar: tqdm | None = None
+
+    def report(bytes_read: int) -> None:
+        nonlocal last_log, bar
+        from tqdm import tqdm
+
+        if bar is None:
+            tqdm.set_lock(threading.RLock())  # a process that is killed would leave the semaphore of its own behind
+            bar = shown.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=None))
+        bar.update(bytes_read - bar.n)
+        if bar.disable and time.monotonic() - last_log > LOG_SECONDS:
+            last_log = time.monotonic()
+            logger.info("preparing data: %.0f %% of %.1f MB", 100 * bytes_read / total, total / 1e6)
+
+    with ExitStack() as shown:
+        yield report

@@ -12,10 +12,9 @@ import logging
 import math
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -35,7 +34,6 @@ from torchtitan_clone.data.formats import (
     holds_tokens,
     named_validation,
     read_token_rows,
-    segments_to_json,
     warn_about_blocks,
 )
 from torchtitan_clone.data.kinds import kind_of
@@ -44,13 +42,14 @@ from torchtitan_clone.data.sources import (
     BadRows,
     Source,
     describe_empty,
-    digest_of,
     read_documents,
     recognized,
     source_fingerprint,
 )
 from torchtitan_clone.data.token_store import (
+    COUNTS,
     FORMAT,
+    PART_BYTES,
     SEGMENTS_FILE,
     Split,
     SplitWriter,
@@ -58,28 +57,28 @@ from torchtitan_clone.data.token_store import (
     StoreMeta,
     TokenStore,
     commit,
+    content_of,
+    digest_of,
     dtype_of_ids,
-    is_held_out,
+    has_one_document,
     locked,
     open_store,
     unit_hash,
     write_meta,
+    write_segments,
 )
 from torchtitan_clone.data.tokenizer import Tokenizer
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.files import write_atomically
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    pass
 
 logger = logging.getLogger("torchtitan_clone")
 
 BATCH_CHARACTERS = 1 << 19
-LOG_SECONDS = 10.0
 LISTING_FILE = "files.json"
 Report = Callable[[int], None]
-PART_BYTES = 1 << 28
-"""A file of this size is a part, and so are several smaller ones together."""
 
 
 def prepare_store(
@@ -168,13 +167,13 @@ class _Label:
 
 _Document = str | np.ndarray
 """Text, or the token ids of a parquet file."""
-_LabelledDocument = tuple[_Document, int, bool]
-"""With the bytes of the source read so far, and whether it is held out."""
+_LabelledDocument = tuple[_Document, int, bool, int]
+"""With the bytes of the source read so far, whether it is held out, and the bytes of its text, 0 of token ids."""
 _Encoded = tuple[_Label, np.ndarray, np.ndarray]
 """A batch, its tokens and the length of each document."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Preparation:
     """The making of a source's store, or by one of several tasks, the owner, of some of its parts."""
 
@@ -185,7 +184,8 @@ class _Preparation:
     report: Report
     """Is called with the bytes of the source that were read so far."""
     owner: str = ""
-    _joined: list[_Part] = field(default_factory=list, init=False)
+    _used_parts: list[_Part] = field(default_factory=list, init=False)
+    """Those of a store that was made, which are removed then."""
 
     @property
     def _work_dir(self) -> Path:
@@ -203,11 +203,17 @@ class _Preparation:
         elif self._cuts_end:
             fingerprint = digest_of([fingerprint, "held out at the end"])
         key = self._key(fingerprint)
-        return key, _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
+        if key.held_out_fraction and has_one_document(self._store_folder(key)):
+            # An older version held out nothing of a row or a document of ids that is the only one.
+            key = self._key(digest_of([fingerprint, "held out at the end"]))
+        return key, self._store_folder(key)
+
+    def _store_folder(self, key: StoreKey) -> Path:
+        return _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
 
     @property
     def _cuts_end(self) -> bool:
-        """Whether the source is one text: its pieces are too few, and too large, to be chosen by hash."""
+        """Whether the source is one text: its blocks are too few, and too large, to be chosen by hash."""
         files = self.source.files
         is_text = len(files) == 1 and kind_of(files[0], text_key=self.source.text_key).content in ("text", "json")
         return is_text and self.data.held_out_fraction > 0
@@ -235,7 +241,7 @@ class _Preparation:
                 start = time.perf_counter()
                 meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
                 commit(self._partial, folder)
-                for part in self._joined:  # not those of another preparation
+                for part in self._used_parts:  # not those of another preparation
                     shutil.rmtree(part.folder, ignore_errors=True)
                 _report(meta, seconds=time.perf_counter() - start, limit=self.data.max_bad_rows)
             store = open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
@@ -274,36 +280,20 @@ class _Preparation:
         )
         index = files.index(held_out_fraction=key.held_out_fraction)
         self._partial.mkdir()
-        for split, found in index.items():
-            write_atomically(self._partial / f"{split}.offsets", found.offsets.tobytes())
-            write_atomically(self._partial / f"{split}.added", found.added.tobytes())
-        write_atomically(self._partial / SEGMENTS_FILE, segments_to_json(index))
-        tokens = {split: int(found.offsets[-1]) for split, found in index.items()}
-        documents = {split: len(found.offsets) - 1 for split, found in index.items()}
-        nothing = dict.fromkeys(get_args(Split), 0)
-        sizes = {"text_bytes": nothing, "token_bytes": nothing}
-        return self._write_meta(key, tokens=tokens, documents=documents, **sizes, bad_rows=BadRows(limit=0))
+        for split, of_split in index.items():
+            write_atomically(self._partial / f"{split}.offsets", of_split.offsets.tobytes())
+            write_atomically(self._partial / f"{split}.added", of_split.added.tobytes())
+        segments = {split: of_split.segments for split, of_split in index.items()}
+        write_segments(self._partial / SEGMENTS_FILE, segments)
+        counts: dict[str, dict[str, int]] = {name: dict.fromkeys(get_args(Split), 0) for name in COUNTS}
+        counts["tokens"] = {split: int(of_split.offsets[-1]) for split, of_split in index.items()}
+        counts["documents"] = {split: len(of_split.offsets) - 1 for split, of_split in index.items()}
+        return self._write_meta(key, counts=counts, bad_rows=BadRows(limit=0))
 
-    def _write_meta(
-        self,
-        key: StoreKey,
-        *,
-        tokens: dict[str, int],
-        documents: dict[str, int],
-        text_bytes: dict[str, int],
-        token_bytes: dict[str, int],
-        bad_rows: BadRows,
-    ) -> StoreMeta:
-        meta = StoreMeta(
-            **asdict(key),
-            source=f"{self.source.name} ({self.source.root})",
-            tokens=tokens,
-            documents=documents,
-            text_bytes=text_bytes,
-            token_bytes=token_bytes,
-            bad_rows=bad_rows.count,
-            first_bad_rows=bad_rows.first,
-        )
+    def _write_meta(self, key: StoreKey, *, counts: Mapping[str, dict[str, int]], bad_rows: BadRows) -> StoreMeta:
+        name = f"{self.source.name} ({self.source.root})"
+        skipped = {"bad_rows": bad_rows.count, "first_bad_rows": bad_rows.first}
+        meta = StoreMeta(**asdict(key), source=name, **counts, **skipped)
         write_meta(meta, folder=self._partial)
         return meta
 
@@ -316,10 +306,10 @@ class _Preparation:
             stores = self._all_parts(fraction, cuts_end=True)
         elif fraction and min(documents.values()) == 0 and max(documents.values()) > 1:
             # Too few documents for both splits to get some by chance: hold out the one with the lowest hash.
-            found = _documents(
+            documents_again = _documents(
                 self.source, has_ids=_has_ids(self.source), bad_rows=BadRows(limit=self.data.max_bad_rows)
             )
-            stores = self._all_parts(min(unit_hash(document) for document, _ in found))
+            stores = self._all_parts(min(unit_hash(content_of(document)) for document, _ in documents_again))
         if not _total(stores, "documents")["train"]:  # copies of one document, or one of one character
             stores = self._all_parts(0.0)
         if not _total(stores, "documents")["train"]:
@@ -334,18 +324,12 @@ class _Preparation:
                     writer.append(np.asarray(store.tokens(split)), np.diff(store.offsets(split)))
         first = [place for store in stores for place in store.meta.first_bad_rows][:FIRST_BAD_ROWS]
         count = sum(store.meta.bad_rows for store in stores)
-        return self._write_meta(
-            key,
-            tokens=_total(stores, "tokens"),
-            documents=_total(stores, "documents"),
-            text_bytes=_total(stores, "text_bytes"),
-            token_bytes=_total(stores, "token_bytes"),
-            bad_rows=BadRows(limit=count, count=count, first=first),
-        )
+        counts = {name: _total(stores, name) for name in COUNTS}
+        return self._write_meta(key, counts=counts, bad_rows=BadRows(limit=count, count=count, first=first))
 
     def _all_parts(self, held_out_fraction: float, *, cuts_end: bool = False) -> list[TokenStore]:
         parts = self._parts(held_out_fraction, cuts_end=cuts_end)
-        self._joined.extend(parts)
+        self._used_parts.extend(parts)
         self._make_parts(parts)
         return [open_store(part.folder, key=part.key) for part in parts]
 
@@ -387,29 +371,18 @@ class _Preparation:
 
     def _write_part(self, part: _Part, batches: Iterator[_Encoded], *, sizes_V: np.ndarray) -> None:
         self._partial.mkdir()
-        train, validation = SplitWriter(self._partial, "train"), SplitWriter(self._partial, "validation")
+        writers = {split: SplitWriter(self._partial, split) for split in get_args(Split)}
         bad_rows = BadRows(limit=0)
-        text_bytes, token_bytes = (dict.fromkeys(get_args(Split), 0) for _ in range(2))
-        with closing(train), closing(validation):
+        with closing(writers["train"]), closing(writers["validation"]):
             for label, tokens, lengths in batches:
-                for split, writer, chosen in (
-                    ("train", train, ~label.held_out),
-                    ("validation", validation, label.held_out),
-                ):
+                for split, chosen in (("train", ~label.held_out), ("validation", label.held_out)):
                     of_split = tokens[np.repeat(chosen, lengths)]
-                    writer.append(of_split, lengths[chosen])
-                    text_bytes[split] += int(label.text_bytes[chosen].sum())
-                    token_bytes[split] += int(sizes_V[of_split].sum())
+                    sizes = {"text_bytes": label.text_bytes[chosen].sum(), "token_bytes": sizes_V[of_split].sum()}
+                    writers[split].append(of_split, lengths[chosen], **sizes)
                 self.report(part.bytes_before + label.bytes_read)
                 bad_rows = label.bad_rows
-        self._write_meta(
-            part.key,
-            tokens={"train": train.tokens, "validation": validation.tokens},
-            documents={"train": train.documents, "validation": validation.documents},
-            text_bytes=text_bytes,
-            token_bytes=token_bytes,
-            bad_rows=bad_rows,
-        )
+        counts = {name: {split: getattr(writer, name) for split, writer in writers.items()} for name in COUNTS}
+        self._write_meta(part.key, counts=counts, bad_rows=bad_rows)
         commit(self._partial, part.folder)
 
 
@@ -456,9 +429,9 @@ def _join_ids(
 
 
 def _report(meta: StoreMeta, *, seconds: float, limit: int) -> None:
-    found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
-    found += f"{meta.tokens['validation']:,} tokens held out"
-    logger.info("prepared %s in %.1f s: %s", meta.source, seconds, found)
+    sizes = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
+    sizes += f"{meta.tokens['validation']:,} tokens held out"
+    logger.info("prepared %s in %.1f s: %s", meta.source, seconds, sizes)
     if meta.bad_rows:
         logger.warning("skipped %s", _bad_rows(meta, limit=limit).report())
 
@@ -487,10 +460,9 @@ def _batches(part: _Part, *, limit: int) -> Iterator[tuple[list[Any], _Label]]:
     bytes_read = 0
     while True:
         batch = list(_take_characters(documents, BATCH_CHARACTERS))
-        held_out = np.array([is_validation for *_, is_validation in batch], dtype=bool)
+        held_out = np.array([is_validation for _, _, is_validation, _ in batch], dtype=bool)
+        text_bytes = np.array([size for *_, size in batch], dtype=np.int64)
         bytes_read = batch[-1][1] if batch else bytes_read
-        sizes = [len(document.encode()) if isinstance(document, str) else 0 for document, *_ in batch]
-        text_bytes = np.array(sizes, dtype=np.int64)
         label = _Label(part=part, held_out=held_out, text_bytes=text_bytes, bytes_read=bytes_read, bad_rows=bad_rows)
         yield [document for document, *_ in batch], label
         if not batch:
@@ -498,8 +470,11 @@ def _batches(part: _Part, *, limit: int) -> Iterator[tuple[list[Any], _Label]]:
 
 
 def _choose_by_hash(part: _Part, *, bad_rows: BadRows) -> Iterator[_LabelledDocument]:
-    for document, size in _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows):
-        yield document, size, is_held_out(document, fraction=part.key.held_out_fraction)
+    fraction = part.key.held_out_fraction
+    for document, bytes_read in _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows):
+        content = content_of(document)
+        is_validation = fraction > 0 and unit_hash(content) <= fraction
+        yield document, bytes_read, is_validation, 0 if part.has_ids else len(content)
 
 
 def _cut_end(part: _Part, *, bad_rows: BadRows) -> Iterator[_LabelledDocument]:
@@ -507,39 +482,17 @@ def _cut_end(part: _Part, *, bad_rows: BadRows) -> Iterator[_LabelledDocument]:
     counted = _documents(part.source, has_ids=part.has_ids, bad_rows=BadRows(limit=bad_rows.limit))
     total = sum(len(document) for document, _ in counted)
     left = total - math.ceil(total * part.key.held_out_fraction)
-    for document, size in _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows):
+    for document, bytes_read in _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows):
         cut = min(len(document), max(0, left))
         left -= len(document)
         if isinstance(document, str) and 0 < cut < len(document):
             cut = document.rfind("\n", 0, cut) + 1 or cut
-        for piece, is_validation in ((document[:cut], False), (document[cut:], True)):
-            if len(piece):
-                yield piece, size, is_validation
+        for half, is_validation in ((document[:cut], False), (document[cut:], True)):
+            if len(half):
+                yield half, bytes_read, is_validation, 0 if part.has_ids else len(content_of(half))
 
 
 def _take_characters(documents: Iterator[_LabelledDocument], size: int) -> Iterator[_LabelledDocument]:
     while size > 0 and (document := next(documents, None)):
         size -= len(document[0])
         yield document
-
-
-@contextmanager
-def show_progress(*, total: int) -> Iterator[Report]:
-    """Yields a function that shows the bytes read so far: a progress bar on a terminal, else log messages."""
-    last_log = time.monotonic()
-    bar: tqdm | None = None
-
-    def report(bytes_read: int) -> None:
-        nonlocal last_log, bar
-        from tqdm import tqdm
-
-        if bar is None:
-            tqdm.set_lock(threading.RLock())  # a process that is killed would leave the semaphore of its own behind
-            bar = shown.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=None))
-        bar.update(bytes_read - bar.n)
-        if bar.disable and time.monotonic() - last_log > LOG_SECONDS:
-            last_log = time.monotonic()
-            logger.info("preparing data: %.0f %% of %.1f MB", 100 * bytes_read / total, total / 1e6)
-
-    with ExitStack() as shown:
-        yield report

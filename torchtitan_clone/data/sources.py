@@ -3,7 +3,7 @@
 A *source* is a list of files below one root. A *document* is a row of a .jsonl or .parquet file, or a text file (a long
 one is split at line ends), see kinds. A *bad row* cannot be read: it is skipped, and more than data.max_bad_rows are an
 error.
-Files are not trusted: only regular ones are opened, and lines and compressed data are read in pieces of bounded size.
+Files are not trusted: only regular ones are opened, and lines and compressed data are read in blocks of bounded size.
 """
 
 import hashlib
@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import describe_empty_path
+from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.messages import describe_download, toml_like
+from torchtitan_clone.config.resolved import HUB_DATASETS
 from torchtitan_clone.config.schema_training import Training
-from torchtitan_clone.data.compression import ERRORS, decompressed
 from torchtitan_clone.data.formats import select_token_files, with_companions
-from torchtitan_clone.data.kinds import LINE_BYTES, kind_of
-from torchtitan_clone.data.selection import list_names, select_readable
+from torchtitan_clone.data.kinds import ERRORS, LINE_BYTES, decompressed, kind_of, list_names, select_readable
+from torchtitan_clone.data.token_store import digest_of
 from torchtitan_clone.documents import DocumentError, open_regular, read_json, shorten
 from torchtitan_clone.files import write_atomically
 
@@ -41,7 +42,7 @@ T = TypeVar("T")
 _Entry = tuple[int, int, str]
 """Size in bytes, time of last modification in ns, sha256."""
 
-PIECE_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 """A longer text file becomes several documents, so that it is never in memory as one."""
 DOCUMENT_BYTES = 1 << 24
 """A longer text is a bad row: tokenizing one takes about 130 times its memory in one process."""
@@ -119,23 +120,6 @@ DATASETS: dict[str, Callable[[], Source]] = {"stdlib": stdlib_source}
 STAND_INS = {"c4_test": "stdlib"}
 """Small datasets that torchtitan ships, and what takes their place."""
 
-HUB_DATASETS = {"c4": "allenai/c4:en"}
-"""Short names of datasets on the Hugging Face hub, as "org/name:configuration"."""
-
-
-def hub_id(training: Training) -> str | None:
-    """Returns the hub dataset that the options name; None if they name local files."""
-    name = HUB_DATASETS.get(training.dataset, training.dataset)
-    return name if training.dataset_path is None and "/" in name else None
-
-
-def describe_source(training: Training) -> str:
-    """Returns a one-line description of the data that the options name; ConfigError if local files are missing."""
-    if name := hub_id(training):
-        return f"{name}, streamed from the Hugging Face hub"
-    source = find_source(training)
-    return "; ".join(filter(None, [f"{source.name}, {len(source.files):,} files in {source.root}", source.left_out]))
-
 
 def find_source(training: Training) -> Source:
     """Returns the local files that the options name; ConfigError if there are none."""
@@ -163,7 +147,7 @@ def find_source(training: Training) -> Source:
 
 @cache  # once in a process, which opens a source several times
 def _warn(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if environment_integer("RANK", default=0) == 0:
         logger.warning("%s", text)
 
 
@@ -210,12 +194,12 @@ def _find_file_error(file: Path) -> str | None:
 
 def _files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
     """Returns the files below a folder by name, and the folders that are links, which can form loops, or unreadable."""
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root, onerror=lambda error, found=found: found.append(Path(error.filename))):
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=lambda error, paths=paths: paths.append(Path(error.filename))):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        found += [Path(folder, name) for name in (*names, *links) if not name.startswith(".")]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+        paths += [Path(folder, name) for name in (*names, *links) if not name.startswith(".")]
+    return sorted(paths, key=lambda file: file.relative_to(root).as_posix())
 
 
 def describe_empty(source: Source) -> str:
@@ -269,23 +253,23 @@ def _read_lines(stream: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
             _skip_line(stream, line)
 
 
-def _skip_line(stream: BinaryIO, piece: bytes) -> None:
-    while piece and not piece.endswith(b"\n"):
-        piece = stream.readline(PIECE_BYTES)
+def _skip_line(stream: BinaryIO, block: bytes) -> None:
+    while block and not block.endswith(b"\n"):
+        block = stream.readline(BLOCK_BYTES)
 
 
 def _read_text(stream: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]:
     line = 1
     try:
-        for piece in _pieces(stream):
+        for block in _blocks(stream):
             try:
-                yield _checked_size(piece).decode()
+                yield _checked_size(block).decode()
             except UnicodeDecodeError as error:
-                bad_line = line + piece.count(b"\n", 0, error.start)
+                bad_line = line + block.count(b"\n", 0, error.start)
                 bad_rows.add(f"{file}:{bad_line}", error=error)
             except ValueError as error:
                 bad_rows.add(f"{file}:{line}", error=error)
-            line += piece.count(b"\n")
+            line += block.count(b"\n")
     except ERRORS as error:
         raise _corrupt_error(file, place=f"line {line}", error=error) from error
 
@@ -295,19 +279,19 @@ def _corrupt_error(file: Path, *, place: str, error: Exception) -> ConfigError:
     return ConfigError(f"{file}: the data is corrupt after {place} ({reason}); replace the file.")
 
 
-def _pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """Yields pieces that end at line ends; of a line that is too long, more than DOCUMENT_BYTES of it."""
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    """Yields blocks that end at line ends; of a line that is too long, more than DOCUMENT_BYTES of it."""
     rest = b""
-    while piece := rest + stream.read(PIECE_BYTES - len(rest)):
+    while block := rest + stream.read(BLOCK_BYTES - len(rest)):
         rest = b""
-        if len(piece) == PIECE_BYTES:
-            if end := piece.rfind(b"\n") + 1:
-                piece, rest = piece[:end], piece[end:]
+        if len(block) == BLOCK_BYTES:
+            if end := block.rfind(b"\n") + 1:
+                block, rest = block[:end], block[end:]
             else:
-                piece += stream.readline(DOCUMENT_BYTES)
-        yield piece
-        if len(piece) > DOCUMENT_BYTES:
-            _skip_line(stream, piece)
+                block += stream.readline(DOCUMENT_BYTES)
+        yield block
+        if len(block) > DOCUMENT_BYTES:
+            _skip_line(stream, block)
 
 
 def _checked_size(text: bytes) -> bytes:
@@ -398,8 +382,8 @@ def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> Non
         if conversation := _describe_conversation(turns):
             raise ConfigError(f"{file}: {conversation}.")
     if schema.names.count(text_key) != 1:
-        found = "several such columns" if text_key in schema.names else "no such column"
-        raise ConfigError(f"{option}: {file} has {found}; set it to one of {shorten(', '.join(schema.names))}.")
+        number = "several such columns" if text_key in schema.names else "no such column"
+        raise ConfigError(f"{option}: {file} has {number}; set it to one of {shorten(', '.join(schema.names))}.")
     kind = schema.field(text_key).type
     if not _is_string(kind):
         raise ConfigError(f"{option}: the column of {file} holds {shorten(str(kind))}, not strings; set it to another.")
@@ -439,13 +423,8 @@ def source_fingerprint(source: Source, *, listing: Path, updates: bool = True) -
 def recognized(source: Source) -> list[str]:
     """Returns how files are read whose names do not say so, which is part of what identifies a source."""
     kinds = (kind_of(file, text_key=source.text_key) for file in source.files)
-    found = [f"{kind.content} {kind.compression}" if not kind.by_name else "" for kind in kinds]
-    return found if any(found) else []
-
-
-def digest_of(value: object) -> str:
-    """Returns the sha256 of plain data."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    descriptions = [f"{kind.content} {kind.compression}" if not kind.by_name else "" for kind in kinds]
+    return descriptions if any(descriptions) else []
 
 
 def _entry(file: Path, *, known: _Entry | None) -> _Entry:

@@ -8,19 +8,18 @@ rank reads the documents once for all its streams. A *bookmark* is a place in th
 import copy
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import install, toml_like
 from torchtitan_clone.config.schema_training import Data, Training
-from torchtitan_clone.data.row_reader import (
-    START,
+from torchtitan_clone.data.dataset import (
     BatchSlice,
     Bookmark,
     Cursor,
@@ -31,10 +30,10 @@ from torchtitan_clone.data.row_reader import (
     StreamPosition,
     StreamState,
 )
-from torchtitan_clone.data.sources import BadRows, digest_of, text_of_row
-from torchtitan_clone.data.token_store import Split, is_held_out
+from torchtitan_clone.data.sources import BadRows, text_of_row
+from torchtitan_clone.data.token_store import Split, digest_of, is_held_out
 from torchtitan_clone.data.tokenizer import Tokenizer
-from torchtitan_clone.documents import Value, parse_json, shorten
+from torchtitan_clone.documents import DocumentError, Value, parse_json, shorten
 
 if TYPE_CHECKING:
     import datasets
@@ -42,12 +41,43 @@ if TYPE_CHECKING:
 DocumentChunk = tuple[Bookmark, list[str | None]]
 """Consecutive documents, and the bookmark of the first; None: a document that is skipped."""
 CHUNK_DOCUMENTS = 64
+START: Bookmark = (0, 0, None)
+_MAX_STATE = 1 << 24  # characters of a bookmark's state
+
+
+def _stream_to_plain(stream: StreamState) -> dict[str, object]:
+    return {"cursors": [list(cursor) for cursor in stream.cursors], "bookmark": list(stream.bookmark)}
+
+
+def _stream_from_plain(state: Mapping[str, Any]) -> StreamState | None:
+    """Returns the position that `_stream_to_plain` wrote, None if there is none; DocumentError if it is damaged."""
+    if "cursors" not in state:
+        return None
+    rows = [item.integers(count=3) for item in Value(state["cursors"], where="cursors").items()]
+    if not rows:
+        raise DocumentError("cursors: must not be empty")
+    bookmark = _bookmark_from_json(Value(state.get("bookmark", [*START]), where="bookmark"))
+    return StreamState(cursors=[(epoch, document, token) for epoch, document, token in rows], bookmark=bookmark)
+
+
+def streams_to_plain(streams: list[StreamState]) -> dict[str, object]:
+    """Returns the positions in all hub datasets as plain data; that in a single one without a list."""
+    if len(streams) == 1:
+        return _stream_to_plain(streams[0])
+    return {"streams": [_stream_to_plain(stream) for stream in streams]} if streams else {}
+
+
+def streams_from_plain(state: Mapping[str, Any]) -> list[StreamState]:
+    """Returns the positions that `streams_to_plain` wrote; DocumentError if they are damaged."""
+    entries = [item.plain_entries() for item in Value(state.get("streams", [state]), where="streams").items()]
+    return [stream for entry in entries if (stream := _stream_from_plain(entry)) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubDataset:
     """A streamed dataset and how to read its text. Can be pickled."""
 
+    is_mixture: ClassVar[bool] = False
     name: str
     revision: str
     stream: "datasets.IterableDataset"
@@ -98,13 +128,13 @@ class HubDataset:
     ) -> None:
         """Tokenizes the documents of a chunk that belong to these streams, and appends them."""
         epoch, first, _ = bookmark
-        found = [
+        chosen = [
             (document, row, text)
             for document, text in enumerate(texts, start=first)
             if text is not None and (row := (document + epoch) % num_streams) in streams
         ]
-        encoded = self.tokenizer.encode_batch([text for *_, text in found])
-        for (document, row, _), ids in zip(found, encoded, strict=True):
+        encoded = self.tokenizer.encode_batch([text for *_, text in chosen])
+        for (document, row, _), ids in zip(chosen, encoded, strict=True):
             tokens = np.array([*ids, self.tokenizer.eos_id], dtype=np.int64)
             streams[row].append(tokens, epoch=epoch, document=document)
 
@@ -234,16 +264,16 @@ class _TokenBuffer:
 
     def pop_row(self, seq_len: int) -> np.ndarray:
         """Removes the next seq_len of more tokens; returns them and the one after, which is the next row's first."""
-        pieces: list[np.ndarray] = []
+        slices: list[np.ndarray] = []
         missing = seq_len
         while missing:
             (epoch, document, token), tokens = self._documents.popleft()
-            pieces.append(tokens[:missing])
+            slices.append(tokens[:missing])
             if len(tokens) > missing:
                 self._documents.appendleft(((epoch, document, token + missing), tokens[missing:]))
-            missing -= len(pieces[-1])
+            missing -= len(slices[-1])
         self.size -= seq_len
-        return np.concatenate([*pieces, self._documents[0][1][:1]])
+        return np.concatenate([*slices, self._documents[0][1][:1]])
 
 
 class HubStreams:
@@ -288,8 +318,8 @@ def merge_positions(positions: Iterable[StreamPosition], *, num_rows: int) -> li
     bookmarks: dict[int, list[Bookmark]] = {}
     for cursors_of_rank, (epoch, document, place) in positions:
         index = cursors_of_rank[0][0] // num_rows
-        found = {row: (first, second, token) for row, (first, second, token) in cursors_of_rank}
-        cursors[index] = cursors.get(index, {}) | found
+        by_row = {row: (first, second, token) for row, (first, second, token) in cursors_of_rank}
+        cursors[index] = cursors.get(index, {}) | by_row
         bookmarks[index] = [*bookmarks.get(index, []), (epoch, document, place)]
     return [
         StreamState(
@@ -298,3 +328,24 @@ def merge_positions(positions: Iterable[StreamPosition], *, num_rows: int) -> li
         )
         for index in sorted(cursors)
     ]
+
+
+def positions_from_json(value: Value) -> list[StreamPosition]:
+    """Returns stream positions that another rank sent as JSON. DocumentError if they are not valid."""
+    return [_position_from_json(each) for each in value.items()]
+
+
+def _position_from_json(value: Value) -> StreamPosition:
+    cursors, bookmark = value.items(count=2)
+    return [_cursor_from_json(each) for each in cursors.items()], _bookmark_from_json(bookmark)
+
+
+def _cursor_from_json(value: Value) -> tuple[int, Cursor]:
+    row, cursor = value.items(count=2)
+    epoch, document, token = cursor.integers(count=3)
+    return row.integer(), (epoch, document, token)
+
+
+def _bookmark_from_json(value: Value) -> Bookmark:
+    epoch, document, state = value.items(count=3)
+    return epoch.integer(), document.integer(), None if state.value is None else state.text(max_chars=_MAX_STATE)

@@ -10,12 +10,12 @@ from torchtitan_clone.ops import IGNORE_INDEX
 
 def later_targets(targets_BT: np.ndarray, *, depth: int) -> np.ndarray:
     """Returns the targets of each depth [B, K, T]: those of later positions of the same row and document."""
-    found = [targets_BT]
+    by_depth = [targets_BT]
     for _ in range(depth):
         following_BT = np.full_like(targets_BT, IGNORE_INDEX)
-        following_BT[:, :-1] = found[-1][:, 1:]
-        found.append(np.where(targets_BT == IGNORE_INDEX, IGNORE_INDEX, following_BT))
-    return np.stack(found[1:], axis=1)
+        following_BT[:, :-1] = by_depth[-1][:, 1:]
+        by_depth.append(np.where(targets_BT == IGNORE_INDEX, IGNORE_INDEX, following_BT))
+    return np.stack(by_depth[1:], axis=1)
 
 
 def mark_context(

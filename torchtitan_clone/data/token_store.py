@@ -14,16 +14,16 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.formats import Segment, TokenArray, Tokens, map_numbers, read_segments
 from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json
 from torchtitan_clone.files import sync_folder, write_atomically
 
@@ -32,10 +32,101 @@ logger = logging.getLogger("torchtitan_clone")
 Split = Literal["train", "validation"]
 FORMAT = 1
 META_FILE = "meta.json"
+PART_BYTES = 1 << 28
+"""A file of this size is a part, which is tokenized at once, and so are several smaller ones together."""
+COUNTS = ("tokens", "documents", "text_bytes", "token_bytes")
+"""What StoreMeta counts in each split."""
 SEGMENTS_FILE = "segments.json"
 CHECKED_DOCUMENTS = 64
 """Documents of each split whose end is looked at when a store is opened."""
 _MAX_TEXT = 1 << 20
+_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_OPEN_FILES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive token ids of a file."""
+
+    file: int
+    """Index into the files of the source."""
+    start: int
+    """Offset in bytes."""
+    dtype: str
+    tokens: int
+
+    def part(self, first: int, last: int) -> "Segment":
+        """Returns the ids in [first, last)."""
+        start = self.start + first * np.dtype(self.dtype).itemsize
+        return Segment(file=self.file, start=start, dtype=self.dtype, tokens=last - first)
+
+
+class Tokens(Protocol):
+    """Token ids that are read in slices: an array of NumPy, or one that is put together from several."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: slice, /) -> np.ndarray: ...
+
+
+class TokenArray:
+    """Token ids of several files as one array that is read in slices; opens the files as they are needed."""
+
+    def __init__(self, segments: Sequence[Segment], *, files: Sequence[Path], added: np.ndarray, eos_id: int) -> None:
+        self._segments = segments
+        self._starts = np.cumsum([0, *(segment.tokens for segment in segments)])
+        self._added = added
+        self._eos_id = eos_id
+        self._open = lru_cache(_OPEN_FILES)(lambda file: map_bytes(files[file]))
+        self.dtype = np.result_type(np.uint16, np.min_scalar_type(eos_id), *{segment.dtype for segment in segments})
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) + len(self._added)
+
+    def __getitem__(self, positions: slice) -> np.ndarray:
+        start, stop, _ = positions.indices(len(self))
+        first, last = (int(each) for each in np.searchsorted(self._added, [start, stop]))
+        stored = self._stored(start - first, stop - last)
+        if first == last:
+            return stored
+        ids = np.full(stop - start, self._eos_id, dtype=self.dtype)
+        is_stored = np.ones(len(ids), dtype=bool)
+        is_stored[self._added[first:last] - start] = False
+        ids[is_stored] = stored
+        return ids
+
+    def _stored(self, start: int, stop: int) -> np.ndarray:
+        """Returns ids by their place among those that are in the files."""
+        ids = np.empty(stop - start, dtype=self.dtype)
+        position = start
+        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while position < stop:
+            segment, offset = self._segments[index], position - int(self._starts[index])
+            part = segment.part(offset, min(segment.tokens, offset + stop - position))
+            content = self._open(part.file)[part.start :][: part.tokens * np.dtype(part.dtype).itemsize]
+            ids[position - start :][: part.tokens] = content.view(part.dtype)
+            position += part.tokens
+            index += 1
+        return ids
+
+
+def map_bytes(path: Path, *, follow_links: bool = True) -> np.ndarray:
+    """Maps a file into memory as an array of bytes."""
+    with open_regular(path, follow_links=follow_links) as file:
+        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype=np.uint8)
+        return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+
+
+def map_numbers(path: Path, *, dtype: str) -> np.ndarray:
+    """Maps a file of numbers, which no link leads to, into memory; DocumentError if it has no whole number of them."""
+    content = map_bytes(path, follow_links=False)
+    if rest := len(content) % np.dtype(dtype).itemsize:
+        raise DocumentError(f"{path.name} has {rest} bytes after its last {dtype}")
+    return content.view(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +181,8 @@ class TokenStore:
 
     def byte_scale(self, split: Split) -> float:
         """Returns the bytes of the text of a split, relative to Tokenizer.byte_lengths() of its tokens."""
-        found = self.meta.text_bytes.get(split), self.meta.token_bytes.get(split)
-        return found[0] / found[1] if found[0] and found[1] else 1.0
+        sizes = self.meta.text_bytes.get(split), self.meta.token_bytes.get(split)
+        return sizes[0] / sizes[1] if sizes[0] and sizes[1] else 1.0
 
     def tokens(self, split: Split) -> Tokens:
         """Returns the tokens of a split, as an array that can be sliced."""
@@ -107,6 +198,11 @@ class TokenStore:
         return map_numbers(self.folder / name, dtype=dtype)
 
 
+def digest_of(value: object) -> str:
+    """Returns the sha256 of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def dtype_of_ids(vocab_size: int) -> str:
     """Returns the smallest type of a token id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -114,12 +210,16 @@ def dtype_of_ids(vocab_size: int) -> str:
 
 def is_held_out(document: str | np.ndarray, *, fraction: float) -> bool:
     """Returns whether a document is for validation; depends on its content only, so copies are in the same split."""
-    return fraction > 0 and unit_hash(document) <= fraction
+    return fraction > 0 and unit_hash(content_of(document)) <= fraction
 
 
-def unit_hash(document: str | np.ndarray) -> float:
-    """Returns a hash in [0, 1] of a document's text or token ids."""
-    content = document.encode() if isinstance(document, str) else document.astype("<i8").tobytes()
+def content_of(document: str | np.ndarray) -> bytes:
+    """Returns what identifies a document: its text in UTF-8, or its token ids."""
+    return document.encode() if isinstance(document, str) else document.astype("<i8").tobytes()
+
+
+def unit_hash(content: bytes) -> float:
+    """Returns a hash in [0, 1]."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
 
 
@@ -130,14 +230,16 @@ class SplitWriter:
         self._tokens = (folder / f"{split}.tokens").open("wb")
         self._offsets = (folder / f"{split}.offsets").open("wb")
         self._offsets.write(np.zeros(1, dtype=np.int64).tobytes())
-        self.tokens = 0
-        self.documents = 0
+        self.tokens = self.documents = self.text_bytes = self.token_bytes = 0
 
-    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+    def append(self, tokens: np.ndarray, lengths: np.ndarray, *, text_bytes: int = 0, token_bytes: int = 0) -> None:
+        """Writes the tokens of documents of these lengths; the bytes are those of StoreMeta."""
         self._tokens.write(tokens.data)
         self._offsets.write((self.tokens + np.cumsum(lengths)).tobytes())
         self.tokens += len(tokens)
         self.documents += len(lengths)
+        self.text_bytes += int(text_bytes)
+        self.token_bytes += int(token_bytes)
 
     def close(self) -> None:
         for file in (self._tokens, self._offsets):
@@ -213,6 +315,14 @@ def open_store(
     return store
 
 
+def has_one_document(folder: Path) -> bool:
+    """Returns whether a store exists, and both splits together have one document."""
+    try:
+        return sum(_read_meta(folder / META_FILE).documents.values()) == 1
+    except (FileNotFoundError, DocumentError):
+        return False  # opening it says what is wrong
+
+
 def _read_meta(path: Path) -> StoreMeta:
     document = read_json(path)
     byte_counts = ("text_bytes", "token_bytes")
@@ -243,8 +353,8 @@ def _check_tokens(store: TokenStore, split: Split) -> None:
     expected = store.meta.tokens[split]
     if not store.segments:
         _check_size(store.folder / f"{split}.tokens", expected=expected * np.dtype(store.dtype).itemsize)
-    elif (found := len(store.tokens(split))) != expected:
-        raise DocumentError(f"{SEGMENTS_FILE}: the {split} split has {found:,} tokens, not {expected:,}")
+    elif (count := len(store.tokens(split))) != expected:
+        raise DocumentError(f"{SEGMENTS_FILE}: the {split} split has {count:,} tokens, not {expected:,}")
 
 
 def _check_size(path: Path, *, expected: int) -> None:
@@ -270,3 +380,29 @@ def check_documents(store: TokenStore, split: Split) -> None:
 def corrupt_store_error(folder: Path, *, reason: str) -> ConfigError:
     """Returns the error about a store whose files are not what was written."""
     return ConfigError(f"the token store {folder} is corrupt ({reason}); delete that folder to prepare it again.")
+
+
+def write_segments(path: Path, segments: Mapping[str, Sequence[Segment]]) -> None:
+    """Writes where the ids of each split are."""
+    content = {split: [list(vars(each).values()) for each in of_split] for split, of_split in segments.items()}
+    write_atomically(path, json.dumps(content).encode())
+
+
+def read_segments(path: Path, *, files: Sequence[Path]) -> dict[Split, list[Segment]]:
+    """Reads what write_segments wrote, and compares it with the files; DocumentError if they do not agree."""
+    table = read_json(path, max_bytes=1 << 30).table(*get_args(Split))
+    sizes = [file.stat().st_size for file in files]
+    return {split: [_read_segment(item, sizes=sizes) for item in table[split].items()] for split in get_args(Split)}
+
+
+def _read_segment(value: Value, *, sizes: Sequence[int]) -> Segment:
+    file, start, dtype, tokens = value.items(count=4)
+    segment = Segment(
+        file=file.integer(high=len(sizes) - 1),
+        start=start.integer(),
+        dtype=dtype.choice(*_INTEGERS),
+        tokens=tokens.integer(),
+    )
+    if segment.start + segment.tokens * np.dtype(segment.dtype).itemsize > sizes[segment.file]:
+        value.refuse("must lie within the file")
+    return segment

@@ -69,8 +69,10 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_bos: bool = True) -> list[list[int]]:
         """Returns the ids of each text, without eos_id; special tokens spelled out in a text are encoded as text."""
         with _explained_errors("it must encode any text"):
-            found = [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        return found if self.bos_id is None or not add_bos else [[self.bos_id, *ids] for ids in found]
+            encoded = [
+                encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
+        return encoded if self.bos_id is None or not add_bos else [[self.bos_id, *ids] for ids in encoded]
 
     def encode_with_sizes(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Returns the ids of each text, and how many of its UTF-8 bytes each stands for; they add up to the text's.
@@ -81,13 +83,13 @@ class Tokenizer:
         with _explained_errors("it must encode any text"):
             encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         start = [] if self.bos_id is None else [self.bos_id]
-        found: list[tuple[list[int], list[int]]] = []
+        encoded: list[tuple[list[int], list[int]]] = []
         for text, encoding in zip(texts, encodings, strict=True):
             starts = accumulate((first for first, _ in encoding.offsets[1:]), max, initial=0)
             places = [*starts, len(text)] if encoding.ids else []
             sizes = [len(text[first:last].encode()) for first, last in pairwise(places)]
-            found.append(([*start, *encoding.ids], [0 for _ in start] + sizes))
-        return found
+            encoded.append(([*start, *encoding.ids], [0 for _ in start] + sizes))
+        return encoded
 
     @property
     def is_byte_level(self) -> bool:
@@ -217,23 +219,23 @@ def tokenizer_files(hf_assets_path: str | None, *, tokenizer: Tokenizer) -> dict
     """
     folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
     contents = {name: read_member(folder, name=name) for name in _FILES}
-    found = {name: content for name, content in contents.items() if content is not None}
-    if not tokenizer.is_made_of(found.get(TOKENIZER_FILE, b"")):
+    files = {name: content for name, content in contents.items() if content is not None}
+    if not tokenizer.is_made_of(files.get(TOKENIZER_FILE, b"")):
         rule = f"{TOKENIZER_FILE} is not there, or not the one that was read at the start; put it back"
         raise OSError(f"model.hf_assets_path = {toml_like(hf_assets_path)}: {rule}")
     # Another class, also that of the model type, may rebuild the pre-tokenizer that tokenizer.json has.
     config = {name: entry.value for name, entry in _read_config(folder).items() if name != "auto_map"}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if not tokenizer.is_as_stored:
-        found[TOKENIZER_FILE] = _with_ends(tokenizer).to_str(pretty=True).encode() + b"\n"
+        files[TOKENIZER_FILE] = _with_ends(tokenizer).to_str(pretty=True).encode() + b"\n"
         # tokenizer.json has all tokens that have an id. To others transformers would give ids that the model lacks.
         unknown = [name for name, value in config.items() if name.endswith("_token") and not _has_id(value, tokenizer)]
         config = {name: value for name, value in config.items() if name not in ("added_tokens_decoder", *unknown)}
         config["add_bos_token"] = tokenizer.bos_id is not None
         if tokenizer.bos_id is not None:
             config["bos_token"] = tokenizer.backend.id_to_token(tokenizer.bos_id)
-        found.pop("special_tokens_map.json", None)
-    return found | {CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"}
+        files.pop("special_tokens_map.json", None)
+    return files | {CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"}
 
 
 def _has_id(entry: object, tokenizer: Tokenizer) -> bool:
@@ -368,10 +370,10 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, *, config: dict[str, Valu
 
 def _special_tokens(declared: dict[str, Value], *, eos_token: str | None) -> dict[int, str]:
     """Returns the special tokens of added_tokens_decoder by id."""
-    found: dict[int, str] = {}
+    special: dict[int, str] = {}
     for key, entry in declared.items():
         content = _content(entry)
         is_special = entry.entries().get("special", Value(False, where=entry.where)).flag()
         if content and (is_special or content == eos_token):
-            found[Value(int(key) if re.fullmatch("[0-9]{1,9}", key) else key, where=entry.where).integer()] = content
-    return found
+            special[Value(int(key) if re.fullmatch("[0-9]{1,9}", key) else key, where=entry.where).integer()] = content
+    return special

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.data import Dataset, Loader, LoaderOptions, ValidationLoader
-from torchtitan_clone.data.row_reader import StreamPosition, positions_from_json
+from torchtitan_clone.data.dataset import StreamPosition
 from torchtitan_clone.parallel.context import local_tokens
 from torchtitan_clone.parallel.mesh import batch_rank, context_rank, tensor_rank
 from torchtitan_clone.run.plan import RunPlan
@@ -74,4 +74,6 @@ def _routed_tokens(plan: RunPlan, *, rank: int) -> slice:
 
 
 def _gather_positions(positions: list[StreamPosition]) -> list[StreamPosition]:
+    from torchtitan_clone.data.streaming import positions_from_json
+
     return [position for value in all_gather_json(positions) for position in positions_from_json(value)]

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_
 from torchtitan_clone.config.schema import Validation
 from torchtitan_clone.config.schema_training import MAX_STEPS
 from torchtitan_clone.config.stages import DataStage, Timeline, resolved_timeline
-from torchtitan_clone.data import Mixture, Tokenizer
+from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.spec import ModelSpec
@@ -27,6 +27,9 @@ from torchtitan_clone.ops.kernels import has_bfloat16_units
 from torchtitan_clone.parallel.fsdp import requests_fsdp
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
+
+if TYPE_CHECKING:
+    from torchtitan_clone.data.mixture import Mixture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +161,7 @@ class RunPlan:
     """First global batch of the phase in data.stages."""
     frozen_layers: int = 0
     """Number of frozen layers, counted from the first; if above 0, the embedding is frozen too."""
-    mixture: Mixture | None = None
+    mixture: "Mixture | None" = None
     """The order of the samples of the run, if it has sources or stages."""
     plans: "dict[tuple[int, int], RunPlan]" = field(default_factory=dict, init=False, repr=False, compare=False)
     """Those of other phases that were asked for: building one can take the time of building the model."""
@@ -301,8 +304,14 @@ def build_plan(
         stages=stages,
         pipeline_summary=_describe_pipeline(config, stages=stages),
         global_batch_size=rows,
-        mixture=None if timeline is None else Mixture(timeline, seed=config.debug.seed),
+        mixture=None if timeline is None else _build_mixture(timeline, seed=config.debug.seed),
     )
+
+
+def _build_mixture(timeline: Timeline, *, seed: int) -> "Mixture":
+    from torchtitan_clone.data.mixture import Mixture  # not before: most runs have one source
+
+    return Mixture(timeline, seed=seed)
 
 
 def plan_on_mesh(plan: RunPlan, *, config: Config, world_size: int, layer_costs: list[int]) -> RunPlan:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -31,7 +31,7 @@ from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.messages import no_such, shown
 from torchtitan_clone.config.reader import flat
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
-from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
+from torchtitan_clone.data import Dataset, build_tokenizer, describe_data, open_dataset
 from torchtitan_clone.models import find_model
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.moe import MoEModelArgs
@@ -59,6 +59,7 @@ from torchtitan_clone.run.rules import describe_entry, find_pipeline_schedule_er
 from torchtitan_clone.run.validation import Evaluator, build_evaluators
 
 if TYPE_CHECKING:
+    from torchtitan_clone.data.mixture_dataset import MixtureDataset
     from torchtitan_clone.hub.weights import InitialWeights
 
 SPLITS_BACKWARD_SINCE = "2.13"
@@ -176,7 +177,7 @@ def check_start(plan: RunPlan) -> None:
     if config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval:
         _check_folder_is_writable(plan.folder / EXPORT_FOLDER, option="job.dump_folder")
     check_metrics_file(plan.output_folder)
-    if config.metrics.enable_wandb and os.environ.get("RANK", "0") == "0":
+    if config.metrics.enable_wandb and environment_integer("RANK", default=0) == 0:
         with checked_wandb():
             pass
     if committed_steps(plan.checkpoint_folder):
@@ -212,8 +213,8 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     if errors := next(filter(None, of_phases), None):
         raise ConfigError(errors)
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer, mixture=plan.mixture)
-    if isinstance(dataset, MixtureDataset):
-        dataset.check(steps=config.training.steps)
+    if dataset.is_mixture:
+        cast("MixtureDataset", dataset).check(steps=config.training.steps)
     evaluators = build_evaluators(plan)
     open_loaders(plans[0], dataset=dataset, rank=launch.rank, position=progress.data)
     for phase in plans[1:]:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from torchtitan_clone.config import Config, Degrees, resolved_degrees
 from torchtitan_clone.config.checks import find_config_errors, find_range_errors, find_unknown_schedule
 from torchtitan_clone.config.messages import either, nearest_divisors, nearest_multiples, shown
+from torchtitan_clone.config.resolved import hub_id
 from torchtitan_clone.config.schema import Parallelism
 from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.config.stages import find_batch_errors, find_data_errors
-from torchtitan_clone.data.sources import hub_id
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward

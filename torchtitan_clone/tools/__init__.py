@@ -6,7 +6,8 @@
 - A *trained model* is opened from a checkpoint or a Hugging Face folder, on one device (`trained_model.py`).
 - *Generation* continues prompts with a cache of keys and values (`generation.py`, `kv_cache.py`).
 - The *harness* is lm-evaluation-harness, for which `harness.py` is a model.
+- *Duplicates* are documents that occur before in the data, which `data.drop_duplicates` drops (`duplicates.py`).
 - A *report* is one HTML page about runs (`report.py`, its data, charts and server).
 
-The core finds what it calls between two steps through `door.py`.
+The core finds what it calls, before training and between two steps, through `door.py`.
 """

@@ -1,4 +1,4 @@
-"""What the core finds here: `run.validation.Tools`."""
+"""What the core finds here: `run.validation.Tools` and `data.opening.DocumentTools`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,9 +9,12 @@ from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.plan import RunPlan, phases
 from torchtitan_clone.run.stopping import Timeouts
 from torchtitan_clone.run.validation import Evaluator, is_due
+from torchtitan_clone.tools.duplicates import drop_duplicates
 from torchtitan_clone.tools.evaluation import evaluate
 from torchtitan_clone.tools.evaluation_tasks import Task, build_tasks
 from torchtitan_clone.tools.samples import encode_prompts, sample
+
+__all__ = ["build_evaluators", "drop_duplicates"]
 
 
 def build_evaluators(plan: RunPlan) -> list[Evaluator]:

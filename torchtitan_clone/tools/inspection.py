@@ -15,18 +15,19 @@ import numpy as np
 from torchtitan_clone.checkpoint.folder import CONFIG_FILE
 from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
+from torchtitan_clone.config.resolved import hub_id
 from torchtitan_clone.config.schema_training import MAX_STEPS
 from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
-from torchtitan_clone.data import Dataset, Mixture, MixtureDataset, Tokenizer, build_tokenizer, open_dataset
-from torchtitan_clone.data.duplicates import UniqueStore
-from torchtitan_clone.data.row_reader import slice_of_rank
-from torchtitan_clone.data.selection import list_names
-from torchtitan_clone.data.sources import hub_id
-from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data import Dataset, Tokenizer, build_tokenizer, open_dataset
+from torchtitan_clone.data.dataset import TokenDataset, slice_of_rank
+from torchtitan_clone.data.kinds import list_names
+from torchtitan_clone.data.mixture import Mixture
+from torchtitan_clone.data.mixture_dataset import MixtureDataset
 from torchtitan_clone.data.token_store import Split, TokenStore
 from torchtitan_clone.documents import DocumentError, parse_json
 from torchtitan_clone.observe.goodput import read_rows
 from torchtitan_clone.observe.metrics import METRICS_FILE
+from torchtitan_clone.tools.duplicates import UniqueStore
 
 PERCENTILES = (10, 50, 90, 99)
 

@@ -23,9 +23,16 @@ import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import shown
-from torchtitan_clone.data.formats import Tokens, map_bytes
-from torchtitan_clone.data.sources import digest_of
-from torchtitan_clone.data.token_store import Split, TokenStore, build_once, check_documents, corrupt_store_error
+from torchtitan_clone.data.token_store import (
+    Split,
+    Tokens,
+    TokenStore,
+    build_once,
+    check_documents,
+    corrupt_store_error,
+    digest_of,
+    map_bytes,
+)
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.files import write_atomically
 
@@ -52,11 +59,11 @@ class KeptTokens:
         start, stop, _ = positions.indices(len(self))
         first = int(np.searchsorted(self._positions, start, side="right")) - 1
         last = int(np.searchsorted(self._positions, stop, side="left"))
-        pieces: list[np.ndarray] = [np.empty(0, dtype=self.dtype)]
+        slices: list[np.ndarray] = [np.empty(0, dtype=self.dtype)]
         begins, ends = self._positions[first:last].tolist(), self._positions[first + 1 : last + 1].tolist()
         for begin, end, place in zip(begins, ends, self._starts[first:last].tolist(), strict=True):
-            pieces.append(self._tokens[place + max(start, begin) - begin : place + min(stop, end) - begin])
-        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
+            slices.append(self._tokens[place + max(start, begin) - begin : place + min(stop, end) - begin])
+        return slices[1] if len(slices) == 2 else np.concatenate(slices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,7 @@ def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
 
     ConfigError if nothing is left of one, or if the result is damaged or cannot be written.
     """
-    found: dict[str, TokenStore] = {}
+    unique: dict[str, TokenStore] = {}
     earlier: list[TokenStore] = []
     for name, store in stores.items():
         earlier.append(store)
@@ -104,8 +111,8 @@ def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
             if not folder.exists():
                 hashes = [each for store in earlier for each in _open_hashes(store)]  # takes the lock of each store
                 build_once(folder, name=store.meta.source, build=partial(_write_kept, store=store, hashes=hashes))
-            found[name] = _open_unique(store, folder=folder)
-            if store.meta.documents["train"] and not found[name].meta.documents["train"]:
+            unique[name] = _open_unique(store, folder=folder)
+            if store.meta.documents["train"] and not unique[name].meta.documents["train"]:
                 rule = f"data.drop_duplicates leaves none of its {store.meta.documents['train']:,} training documents"
                 raise ConfigError(f"data.sources, name {shown(name)}: {rule}; remove the source, or set it to false.")
         except DocumentError as error:
@@ -113,7 +120,7 @@ def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
         except OSError as error:
             remedy = "set it to false, or data.cache_folder to a folder that can be written"
             raise ConfigError(f"data.drop_duplicates = true: {folder} failed: {error}; {remedy}.") from error
-    return found
+    return unique
 
 
 def _open_unique(store: TokenStore, *, folder: Path) -> UniqueStore:
@@ -151,11 +158,11 @@ def _open_hashes(store: TokenStore) -> list[np.ndarray]:
     """Returns the hashes of the documents of each split, as uint64 [documents, 2]."""
     folder = store.folder / "hashes"
     build_once(folder, name=store.meta.source, build=partial(_write_hashes, store=store))
-    found = [map_bytes(folder / f"{split}.hashes", follow_links=False) for split in get_args(Split)]
-    for split, hashes in zip(get_args(Split), found, strict=True):
+    contents = [map_bytes(folder / f"{split}.hashes", follow_links=False) for split in get_args(Split)]
+    for split, hashes in zip(get_args(Split), contents, strict=True):
         if len(hashes) != HASH_BYTES * store.meta.documents[split]:
             raise DocumentError(f"{folder / f'{split}.hashes'} has {len(hashes):,} bytes, not 16 for each document")
-    return [hashes.view(np.uint64).reshape(-1, 2) for hashes in found]
+    return [hashes.view(np.uint64).reshape(-1, 2) for hashes in contents]
 
 
 def _write_hashes(folder: Path, *, store: TokenStore) -> None:
@@ -171,14 +178,14 @@ def _hash_documents(store: TokenStore, split: Split) -> Iterator[bytes]:
     for start, stop in pairwise(store.offsets(split)):
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
         for place in range(start, stop, _CHUNK_TOKENS):
-            piece = tokens[place : min(stop, place + _CHUNK_TOKENS)]
-            digest.update(np.ascontiguousarray(piece, dtype=store.dtype).data)
+            chunk = tokens[place : min(stop, place + _CHUNK_TOKENS)]
+            digest.update(np.ascontiguousarray(chunk, dtype=store.dtype).data)
         yield digest.digest()
 
 
 def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE) -> list[np.ndarray]:
     """Returns for each hash of several lists, uint64 [documents, 2], whether no equal one comes before it."""
-    found = [np.zeros(len(each), dtype=bool) for each in hashes]
+    are_first = [np.zeros(len(each), dtype=bool) for each in hashes]
     passes = max(1, -(-sum(map(len, hashes)) // at_once))
     for number in range(passes):
         chosen = [np.flatnonzero(each[:, 0] % passes == number) for each in hashes]
@@ -187,6 +194,6 @@ def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE)
         is_first = np.ones(len(order), dtype=bool)
         is_first[order[1:]] = (compared[order[1:]] != compared[order[:-1]]).any(axis=1)
         ends = np.cumsum([len(indices) for indices in chosen])
-        for flags, indices, each in zip(found, chosen, np.split(is_first, ends[:-1]), strict=True):
+        for flags, indices, each in zip(are_first, chosen, np.split(is_first, ends[:-1]), strict=True):
             flags[indices] = each
-    return found
+    return are_first

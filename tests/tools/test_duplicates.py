@@ -18,8 +18,8 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data import open_dataset
-from torchtitan_clone.data.duplicates import KeptTokens, find_first
 from torchtitan_clone.data.mixture import Mixture
+from torchtitan_clone.tools.duplicates import KeptTokens, find_first
 
 SHARED = texts(40, seed=7)
 """Texts of two sources at least."""
@@ -200,6 +200,16 @@ def test_streamed_documents_are_not_compared():
     ):
         with pytest.raises(ConfigError, match=r"data\.drop_duplicates = true: .* streamed, .* set it to false"):
             open_dataset(training=training, data=Data(drop_duplicates=True, sources=sources), tokenizer=TOKENIZER)
+
+
+def test_without_the_tools_the_option_is_an_error_before_text_is_read(folder, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_CLONE_TOOLS", "0")
+    message = (
+        r"data\.drop_duplicates = true: \$TORCHTITAN_CLONE_TOOLS = 0 closes .*; unset it, or set the option to false"
+    )
+    with pytest.raises(ConfigError, match=message):
+        open_sources(folder, "web", cache="closed")
+    assert not (folder / "closed").exists()
 
 
 def test_the_script_prepares_all_sources_without_duplicates(folder, capsys):

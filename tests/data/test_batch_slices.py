@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from torchtitan_clone.data.row_reader import BatchSlice, StreamState, slice_of_rank
+from torchtitan_clone.data.dataset import BatchSlice, StreamState, slice_of_rank
+from torchtitan_clone.data.streaming import streams_from_plain, streams_to_plain
 
 
 def slices(*, global_batch_size: int, num_replicas: int, num_ranks: int, multiple_of: int = 1) -> list[BatchSlice]:
@@ -43,5 +44,5 @@ def test_a_rank_without_rows_reads_one_that_does_not_count():
 
 def test_a_stream_state_survives_json():
     state = StreamState(cursors=[(0, 1, 2), (3, 4, 5)], bookmark=(0, 1, '{"shard": 2}'))
-    assert StreamState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
-    assert StreamState.from_plain({"samples": 3}) is None
+    assert streams_from_plain(json.loads(json.dumps(streams_to_plain([state])))) == [state]
+    assert streams_from_plain({"samples": 3}) == []

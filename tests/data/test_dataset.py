@@ -7,7 +7,7 @@ import torch
 from tests.data.corpora import TOKENIZER, open_corpus, texts, write, write_corpus
 from tests.data.loaders import GLOBAL_BATCH, SEQ_LEN, next_batches, rows_of, train_loader, validation_loader
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.token_dataset import rows_of_samples
+from torchtitan_clone.data.dataset import rows_of_samples
 from torchtitan_clone.ops import IGNORE_INDEX
 
 
