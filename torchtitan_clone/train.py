@@ -198,11 +198,11 @@ def _log_completed(plan: "RunPlan", *, completed_steps: int) -> None:
 
 def _log_start(plan: "RunPlan", *, device: "torch.device") -> None:
     """Logs what is trained and with which kernels of attention, and warns of options that work otherwise than meant."""
-    from torchtitan_clone.ops.varlen_attention import choose_kernels
+    from torchtitan_clone.ops.attention import describe_kernels
     from torchtitan_clone.run.describe import one_line_summary
     from torchtitan_clone.run.preflight import find_all_notices
 
-    attention = choose_kernels(device, dtype=plan.config.training.mixed_precision_param)
+    attention = describe_kernels(device, dtype=plan.config.training.mixed_precision_param)
     for line in filter(None, (plan.config.job.description, one_line_summary(plan), attention)):
         logger.info("%s", line)
     for line in find_all_notices(plan, device_type=device.type):

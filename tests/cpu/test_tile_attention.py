@@ -11,12 +11,11 @@ from tests.ops.dense_attention import (
     inputs,
     result_and_gradients,
 )
-from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER, Kernel
+from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER, LibraryAttention
 from torchtitan_clone.cpu.library import has_tiles, tile_library
 from torchtitan_clone.cpu.torch_compat import HAS_AMX
 from torchtitan_clone.models.attention import CoreAttention
-from torchtitan_clone.ops.attention import visible_starts
-from torchtitan_clone.ops.kernels import use_kernels
+from torchtitan_clone.ops.attention import use_kernels, visible_starts
 
 
 def products_one_by_one(q, k, v):
@@ -37,7 +36,7 @@ def low_heads(T, *, features=32, document_length=None):
 
 def in_tiles(q, k, v, grad, starts=None, ends=None):
     """Returns the result, its logarithms and the gradients."""
-    kernel = Kernel(tile_library(), torch.bfloat16)
+    kernel = LibraryAttention(tile_library(), torch.bfloat16)
     out, lse = kernel.attend(q, k, v, starts, ends)
     return [out, lse, *kernel.attend_backward(grad, q, k, v, starts, ends, out, lse)]
 
@@ -76,7 +75,7 @@ def test_parts_of_the_keys_merge_to_the_whole():
     own = torch.arange(1, 701, dtype=torch.int32).expand(2, -1)
     first = [torch.zeros(2, 700, dtype=torch.int32), own.clamp(max=333).contiguous()]
     second = [torch.zeros(2, 700, dtype=torch.int32), (own - 333).clamp(min=0).contiguous()]
-    kernel = Kernel(tile_library(), torch.bfloat16)
+    kernel = LibraryAttention(tile_library(), torch.bfloat16)
     out, grads = 0, []
     for keys, ranges in ((slice(333), first), (slice(333, None), second)):
         part, part_lse = kernel.attend(q, k[:, keys], v[:, keys], *ranges)

@@ -7,7 +7,7 @@ from tests.ops.context_ranks import attention_of_all_ranks
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.ops import blockwise_attention as blockwise
 from torchtitan_clone.ops.attention import document_starts, visible_starts
-from torchtitan_clone.ops.blockwise_attention import document_attention, flash_segments
+from torchtitan_clone.ops.blockwise_attention import BLOCKWISE, document_attention
 
 
 @pytest.mark.parametrize(("T", "document_length"), [(64, 20), (700, 30), (700, 500), (2500, 5000)])
@@ -91,5 +91,5 @@ def test_kernels_of_cuda_equal_dense_attention(T, degree, document_length, dtype
     q, k, v, grad, documents = inputs(T, document_length=document_length)
     exact = result_and_gradients(lambda *x: dense(*x, documents), *(x.double() for x in (q, k, v, grad)))
     on_gpu = (x.to(dtype).cuda() for x in (q, k, v, grad))
-    found = attention_of_all_ranks(*on_gpu, documents, degree=degree, segments_of=flash_segments)
+    found = attention_of_all_ranks(*on_gpu, documents, degree=degree, kernel=BLOCKWISE)
     assert max(distance(tensor.cpu(), right) for tensor, right in zip(found, exact, strict=True)) < tolerance

@@ -16,22 +16,20 @@ from torch.overrides import TorchFunctionMode
 from tests.ops.context_ranks import attention_of_all_ranks
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.models.attention import DocumentMask
-from torchtitan_clone.ops.attention import OnHost, visible_starts
+from torchtitan_clone.ops.attention import OnHost, describe_kernels, visible_starts
 from torchtitan_clone.ops.blockwise_attention import (
-    Gradients,
-    attend_,
-    attend_backward_,
+    BLOCKWISE,
+    BlockwiseAttention,
     document_attention,
     empty_attention,
-    flash_segments,
 )
 from torchtitan_clone.ops.varlen_attention import (
+    Queries,
     activate_flash_attention,
     attend_within,
     attend_within_backward,
-    choose_kernels,
     find_segments,
-    takes_flash_attention,
+    supports_flash_attention,
 )
 from torchtitan_clone.parallel.context import local_tokens
 from torchtitan_clone.torch_compat import (
@@ -40,11 +38,6 @@ from torchtitan_clone.torch_compat import (
     cpu_flash_attention_backward,
     fake_tensors,
 )
-
-
-def segments_on_cpu(q, *, queries, starts_BT):
-    """Returns the segments that FlashAttention would have on CUDA."""
-    return find_segments(queries, starts_BT, num_rows=len(q))
 
 
 def of_segments(cu_q, cu_k, longest):
@@ -105,7 +98,7 @@ def test_segments_of_all_ranks_equal_dense_attention(T, degree, document_length,
 
     if documents is None and chunk is not None:
         documents = torch.zeros(2, T, dtype=torch.int32)
-    options = {"segments_of": segments_on_cpu, "starts_of": starts_of}
+    options = {"kernel": BlockwiseAttention(uses_segments=lambda _: True), "starts_of": starts_of}
     found = attention_of_all_ranks(q, k, v, grad, documents, degree=degree, **options)
     assert max(map(distance, found, right)) < 1e-6
 
@@ -205,16 +198,17 @@ def launched(dtype, *, rank, source, window=None):
     starts = visible_starts(DOCUMENTS, like=DOCUMENTS, window=window, chunk=None)
     pieces, keys = (local_tokens(T, rank=each, degree=RANKS, method="ring") for each in (rank, source))
     starts = torch.cat([starts[:, piece.start : piece.stop] for piece in pieces], dim=1)
-    segments = find_segments(pieces, starts, num_rows=2)
+    queries = Queries(spans=pieces, starts_BT=starts, num_rows=2)
+    assert (queries.segments is None) is (window is not None)  # read here, since fake tensors have no values
     with fake_tensors(), Methods():
         q, k = (torch.empty(2, T // RANKS, heads, 64, dtype=dtype, device="cuda") for heads in (8, 2))
-        if not takes_flash_attention(q):
-            segments = None
-        limits = {"queries": pieces, "keys": keys, "starts_BT": starts, "segments": segments}
-        attention, gradients = empty_attention(q), Gradients.zeros(q, k)
+        limits = {"queries": queries, "keys": keys}
+        attention = empty_attention(q)
+        q_grad, *kv_grads = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, k))
         with Launched() as found:
-            attend_(attention, (q, k, k), **limits)
-            attend_backward_(gradients, q, (q, k, k), (q, attention[1]), **limits)
+            BLOCKWISE.attend((q, k, k), merge_into=attention, **limits)
+            gradients = {"q_grad": q_grad, "kv_grads": kv_grads}
+            BLOCKWISE.attend_backward(q, (q, k, k), (q, attention[1]), **gradients, **limits)
     return found
 
 
@@ -254,9 +248,9 @@ def test_the_kernel_follows_type_size_and_window():
     starts = visible_starts(documents, like=documents, window=None, chunk=None)
     with fake_tensors(), Methods():
         q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
-        assert takes_flash_attention(q)
+        assert supports_flash_attention(q)
         others = (q.float(), q.to("cpu"), q.new_empty(1, 8, 2, 60), q.new_empty(1, 8, 2, 264))
-        assert not any(flash_segments(x, queries=[range(8)], starts_BT=None) for x in others)
+        assert not any(map(supports_flash_attention, others))
         positions = torch.empty(2, 1024, dtype=torch.int64, device="cuda")
         build = partial(DocumentMask(), OnHost(documents), positions)
         mask = build(dtype=torch.bfloat16)
@@ -267,8 +261,8 @@ def test_the_kernel_follows_type_size_and_window():
 
 
 def test_the_kernels_follow_device_and_type():
-    assert choose_kernels(torch.device("cpu"), dtype="bfloat16") == ""
-    assert "in float32: by FlexAttention" in choose_kernels(torch.device("cuda"), dtype="float32")
+    assert describe_kernels(torch.device("cpu"), dtype="bfloat16") == ""
+    assert "in float32: by FlexAttention" in describe_kernels(torch.device("cuda"), dtype="float32")
 
 
 FLASH_ATTENTION_3 = """

@@ -14,7 +14,8 @@ from tests.parallel.test_gradients import Runs
 from tests.support.harness import run_ranks
 from tests.support.runs import losses, make_corpus, options, rows, train
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
-from torchtitan_clone.ops.kernels import CPU, use_kernels
+from torchtitan_clone.ops.attention import KERNELS, use_kernels
+from torchtitan_clone.ops.kernels import CPU
 from torchtitan_clone.parallel.context import (
     KeyExchange,
     LocalStarts,
@@ -37,7 +38,7 @@ def exchanged(method, documents, positions, *, group, **reach):
     split = {"rank": group.rank(), "degree": group.size(), "method": BY_KERNEL.get(method, method)}
     if method in BY_KERNEL:
         starts = LocalStarts(**split)(documents, positions, **reach)
-        options = True, BY_KERNEL[method], group.group_name
+        options = "cpu", BY_KERNEL[method], group.group_name
         return lambda *x: context_attention(*x[:3], starts, x[3] if x[3:] else None, *options)[0]
     if method == "alltoall":
         core = HeadExchange(CoreAttention(), group=group)
@@ -120,7 +121,7 @@ def kernels_of_training():
     *qkv, grad, _ = inputs(64, document_length=None)
 
     def by_kernel(*qkv):
-        return context_attention(*qkv, None, None, True, "ring", group.group_name)[0]
+        return context_attention(*qkv, None, None, "cpu", "ring", group.group_name)[0]
 
     for trained in (True, False):
         core = KeyExchange(group_name=group.group_name, exchange="ring")
@@ -136,9 +137,9 @@ def check_operators():
     dist.init_process_group("gloo")
     *rows_first, grad, _ = inputs(64, document_length=None)
     tokens_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in rows_first]
-    kernels = {False, CPU is not None}
-    for qkv, by_kernel, exchange in itertools.product((rows_first, tokens_first), kernels, ("allgather", "ring")):
-        options = by_kernel, exchange, dist.group.WORLD.group_name
+    kernels = KERNELS
+    for qkv, kernel, exchange in itertools.product((rows_first, tokens_first), kernels, ("allgather", "ring")):
+        options = kernel, exchange, dist.group.WORLD.group_name
         torch.library.opcheck(context_attention, (*qkv, None, None, *options), test_utils="test_faketensor")
         saved = (*qkv, None, *context_attention(*qkv, None, None, *options))
         torch.library.opcheck(context_attention_backward, (grad, *saved, *options), test_utils="test_faketensor")
@@ -150,7 +151,7 @@ def test_operators_return_what_they_promise():
 
 @needs_door("cpu")
 def test_training_attends_by_kernels_as_one_rank_does():
-    in_eager = CPU.has_faster_attention(torch.empty(1, 64, 8, 32), in_eager=True)
+    in_eager = CPU.has_faster_attention(torch.float32, head_dim=32, in_eager=True)
     assert run_ranks(kernels_of_training, 2) == [[in_eager, False]] * 2
 
 

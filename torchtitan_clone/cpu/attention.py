@@ -12,36 +12,70 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from torchtitan_clone.cpu.library import FLOATS_OF_VECTOR, has_tiles, is_loaded, loaded_library, tile_library
+from torchtitan_clone.cpu.library import (
+    FLOATS_OF_VECTOR,
+    has_tiles,
+    is_loaded,
+    loaded_library,
+    tile_library,
+)
 from torchtitan_clone.cpu.products import IS_AMD
 from torchtitan_clone.cpu.torch_compat import HAS_AMX
-from torchtitan_clone.torch_compat import is_fake
+from torchtitan_clone.ops.varlen_attention import QKV, Attention, Queries, Spans
 
 IS_FASTER_IN_EAGER = FLOATS_OF_VECTOR == 16 or (IS_AMD and FLOATS_OF_VECTOR == 8)
 """With AVX-512, and with AVX2 on AMD's processors: with AVX2 torch's kernel can be faster on those of Intel."""
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
-_TILE_FEATURES = 32
-"""Of which tiles take a multiple."""
+HEAD_MULTIPLES = {"cpp": FLOATS_OF_VECTOR, "tiles": 32}
+"""What must divide the features of a head for each library."""
+_chosen: dict[torch.dtype, tuple[str, int]] = {}
+"""What use_attention() has chosen; other data types have their preferred library."""
 
 
-def has_faster_attention(q_BTNH: Tensor, *, in_eager: bool) -> bool:
-    """Whether C++ computes attention of these queries: in compiled blocks, and eagerly if `in_eager` allows it.
+def preferred_attention(dtype: torch.dtype, *, is_compiled: bool) -> str:
+    """Returns the library whose attention is the fastest here: "cpp", "tiles", or "torch".
 
-    Eagerly only where that is faster than torch's kernel, which calls MKL for each block, and in bfloat16 with AMX.
+    In bfloat16 torch's kernels use AMX too, so that only tiles are faster there. In eager mode torch's kernels call MKL
+    for each block.
+    """
+    if dtype == torch.bfloat16 and HAS_AMX:
+        return "tiles" if has_tiles() else "torch"
+    is_faster = dtype in (torch.float32, torch.bfloat16) and (is_compiled or IS_FASTER_IN_EAGER)
+    return "cpp" if is_faster and is_loaded() else "torch"
+
+
+def use_attention(dtype: torch.dtype, *, library: str, multiple: int) -> None:
+    """Computes attention in a data type by this library, or "torch", in heads of multiples of so many features.
+
+    Ranks of one run must choose alike: with context parallelism libraries receive keys in collectives of their own.
+    """
+    _chosen[dtype] = library, multiple
+
+
+def _library_for(dtype: torch.dtype, *, is_compiled: bool) -> tuple[str, int]:
+    """Returns the library for such queries, and the number that must divide the features of a head; 0 for torch."""
+    library = preferred_attention(dtype, is_compiled=is_compiled)
+    library, multiple = _chosen.get(dtype, (library, HEAD_MULTIPLES.get(library, 0)))
+    return library, 0 if library == "torch" else multiple
+
+
+@torch.compiler.assume_constant_result
+def _head_multiple(dtype_name: str, is_compiled: bool) -> int:
+    return _library_for(getattr(torch, dtype_name), is_compiled=is_compiled)[1]
+
+
+def has_faster_attention(dtype: torch.dtype, *, head_dim: int, in_eager: bool) -> bool:
+    """Whether C++ computes attention of these queries: in compiled blocks, and in training if `in_eager` allows it.
+
     Without gradients the result is that of torch's kernel.
     """
     is_compiling = torch.compiler.is_compiling()
-    if q_BTNH.device.type != "cpu" or (not is_compiling and (not in_eager or is_fake(q_BTNH))):
+    if not is_compiling and not (in_eager and torch.is_grad_enabled()):
         return False
-    if _takes_tiles(q_BTNH):
-        return is_compiling or torch.is_grad_enabled()
-    is_taken = q_BTNH.dtype == torch.float32 or (q_BTNH.dtype == torch.bfloat16 and not HAS_AMX)
-    is_used = is_compiling or (IS_FASTER_IN_EAGER and torch.is_grad_enabled())
-    return is_taken and is_used and q_BTNH.shape[-1] % FLOATS_OF_VECTOR == 0 and is_loaded()
-
-
-def _takes_tiles(q_BTNH: Tensor) -> bool:
-    return q_BTNH.dtype == torch.bfloat16 and q_BTNH.shape[-1] % _TILE_FEATURES == 0 and has_tiles()
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    multiple = _head_multiple("bfloat16" if dtype == torch.bfloat16 else "float32", is_compiling)
+    return multiple > 0 and head_dim % multiple == 0
 
 
 class _Heads(ctypes.Structure):
@@ -55,7 +89,7 @@ def _consecutive(x: Tensor) -> Tensor:
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 
-class Kernel:
+class LibraryAttention:
     """A library's attention, which reads and writes queries, keys, values and their gradients in one dtype.
 
     Rows and tokens can have any strides. Results are in the memory order of queries, gradients in that of the tensors
@@ -119,11 +153,49 @@ def _empty_like(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     return _consecutive(torch.empty_like(_consecutive(x), dtype=dtype))
 
 
-def attention_kernel(q_BTNH: Tensor) -> Kernel:
+def attention_kernel(q_BTNH: Tensor) -> LibraryAttention:
     """Returns the attention that computes in the type of these queries, for which has_faster_attention() is true."""
-    if _takes_tiles(q_BTNH):
-        return Kernel(tile_library(), torch.bfloat16)
-    return Kernel(loaded_library(), torch.float32)
+    library, multiple = _library_for(q_BTNH.dtype, is_compiled=True)
+    if library == "tiles" and q_BTNH.shape[-1] % multiple == 0:
+        return LibraryAttention(tile_library(), torch.bfloat16)
+    return LibraryAttention(loaded_library(), torch.float32)
+
+
+class RangeAttention:
+    """Attention over some keys after others: ops.kernels.PartialKernel. It computes in fp32."""
+
+    takes_whole_rows = True
+
+    def attend(self, qkv: QKV, *, queries: Queries, keys: Spans, merge_into: Attention | None) -> Attention:
+        """Returns attention over these keys and those of `merge_into`, in place."""
+        q, k, v = qkv[0].float(), *qkv[1:]
+        if merge_into is not None:  # [B, T, N], of which the library has [B, N, T]
+            merge_into = merge_into[0], merge_into[1].transpose(1, 2).contiguous()
+        ranges = ranges_of_keys(queries, keys)
+        out_BTNH, lse_BNT = attention_kernel(q).attend(q, k, v, *ranges, accumulate_into=merge_into)
+        return out_BTNH, lse_BNT.transpose(1, 2)
+
+    def attend_backward(
+        self, grad_BTNH: Tensor, qkv: QKV, attention: Attention, *, queries: Queries, keys: Spans,
+        q_grad: Tensor | None, kv_grads: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Returns the gradient with respect to queries added to `q_grad`, and writes those to keys and values."""
+        q, k, v = qkv[0].float(), *qkv[1:]
+        saved = (q, k, v, *ranges_of_keys(queries, keys), attention[0], attention[1].transpose(1, 2))
+        q_grad, *_ = attention_kernel(q).attend_backward(grad_BTNH, *saved, q_grad=q_grad, kv_grads=kv_grads)
+        return q_grad
+
+
+OVER_KEYS = RangeAttention()
+
+
+def ranges_of_keys(queries: Queries, keys: Spans) -> list[Tensor | None]:
+    """Returns starts and ends [B, T], int32, of the keys that each query sees, in memory order; starts may be None."""
+    spans = (queries.spans, keys)
+    q_T, k_S = (torch.cat([torch.arange(x.start, x.stop, dtype=torch.int32) for x in of]) for of in spans)
+    starts_BT = queries.starts_BT
+    starts = None if starts_BT is None else torch.searchsorted(k_S, starts_BT.contiguous(), out_int32=True)
+    return [starts, torch.searchsorted(k_S, q_T, right=True, out_int32=True).expand(queries.num_rows, -1)]
 
 
 def _sizes(*inputs: Tensor | None, accumulate: bool) -> ctypes.Array[ctypes.c_int64]:
@@ -165,7 +237,7 @@ def attend_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, starts_BT: Tensor | None,
     ends_BT: Tensor | None, out_BTNH: Tensor, lse_BNT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients by queries, keys and values of attend(), whose results may be merged with others."""
+    """Returns the gradients with respect to q, k and v of attend(), whose results may be merged with others."""
     saved = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT, out_BTNH, lse_BNT)
     q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in attention_kernel(q_BTNH).attend_backward(grad_BTNH, *saved))
     return q_grad, k_grad, v_grad

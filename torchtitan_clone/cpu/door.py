@@ -2,10 +2,12 @@
 
 import torch
 
-from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER
+from torchtitan_clone.cpu.attention import HEAD_MULTIPLES, IS_FASTER_IN_EAGER
+from torchtitan_clone.cpu.attention import OVER_KEYS as OVER_KEYS
 from torchtitan_clone.cpu.attention import attend as attend
-from torchtitan_clone.cpu.attention import attention_kernel as attention_kernel
 from torchtitan_clone.cpu.attention import has_faster_attention as has_faster_attention
+from torchtitan_clone.cpu.attention import preferred_attention as preferred_attention
+from torchtitan_clone.cpu.attention import use_attention as use_attention
 from torchtitan_clone.cpu.library import leave_out as leave_out
 from torchtitan_clone.cpu.library import loaded_names, start_compiling
 from torchtitan_clone.cpu.products import add_product_ as add_product_
@@ -31,6 +33,7 @@ def start(*, compiles_model: bool) -> None:
         start_compiling()
 
 
-def available(*, compiles_model: bool) -> list[str]:
-    """Returns the names of the libraries that are loaded, if training uses them; waits for them."""
-    return loaded_names() if compiles_model or IS_FASTER_IN_EAGER else []
+def available(*, compiles_model: bool) -> dict[str, int]:
+    """Returns the libraries that are loaded, if training uses them, with their multiples; waits for them."""
+    names = loaded_names() if compiles_model or IS_FASTER_IN_EAGER else []
+    return {name: HEAD_MULTIPLES[name] for name in names}

@@ -1,6 +1,4 @@
-"""Causal attention within documents: FlashAttention or FlexAttention on CUDA, blocks on CPU.
-
-ops/blockwise_attention.py has the blocks, ops/varlen_attention.py FlashAttention, which is faster, and has no windows.
+"""Causal attention within documents; ops/attention.py chooses who computes it.
 
 Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim.
 """
@@ -10,15 +8,19 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_clone.models.rope import Positions, apply_positions
-from torchtitan_clone.ops.attention import AttentionMask, OnHost, flex, mask_from, moved, visible_starts
-from torchtitan_clone.ops.blockwise_attention import document_attention
+from torchtitan_clone.ops.attention import (
+    AttentionMask,
+    AttentionModule,
+    OnHost,
+    mask_device,
+    mask_from,
+    moved,
+    visible_starts,
+)
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
-from torchtitan_clone.ops.kernels import FasterAttention
 from torchtitan_clone.ops.layers import Linear, RMSNorm
-from torchtitan_clone.ops.varlen_attention import has_flash_attention
 from torchtitan_clone.ops.weight_use import MATRIX, WeightUses
 
 
@@ -34,34 +36,24 @@ class DocumentMask(nn.Module):
         Returns a BlockMask for FlexAttention, None for causal only. Of the positions of the rows' tokens only shape
         and device matter; `dtype` is that of queries.
         """
-        device = positions_BT.device
-        if window is None and has_flash_attention(device, dtype):
-            device = torch.device("cpu")
+        device = mask_device(positions_BT.device, dtype=dtype, window=window)
         documents_BT = None if documents_BT is None else moved(documents_BT, device)
         like_BT = torch.empty(positions_BT.shape, device=device)
         starts_BT = visible_starts(documents_BT, like=like_BT, window=window, chunk=chunk)
         return None if starts_BT is None else mask_from(starts_BT)
 
 
-class CoreAttention(FasterAttention):
+class CoreAttention(AttentionModule):
     """softmax(q k^T / sqrt(H)) v with grouped queries; a module, so that context parallelism can replace it."""
 
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask, sinks_N: Tensor | None = None
     ) -> Tensor:
         """Returns [B, T, N, H]; a sink is a logit of a head that is in the softmax, with a value of zero."""
-        if not isinstance(mask, BlockMask) and sinks_N is None and (kernels := self.faster_attention(q_BTNH)):
-            return kernels.attend(q_BTNH, k_BTKH, v_BTKH, mask)[0]
         if mask is None and sinks_N is not None:
             mask = mask_from(torch.zeros(q_BTNH.shape[:2], dtype=torch.int32, device=q_BTNH.device))
-        if isinstance(mask, Tensor):
-            return document_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N)[0]
-        q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        if isinstance(mask, BlockMask):
-            return flex(q_BNTH, k_BKTH, v_BKTH, mask, sinks_N).transpose(1, 2)
-        grouped = q_BNTH.shape[1] != k_BKTH.shape[1]
-        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
-        return out_BNTH.transpose(1, 2)
+        kernel = self.choose(q_BTNH, mask, has_sinks=sinks_N is not None)
+        return kernel.attend(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N)
 
 
 class Sinks(nn.Module):

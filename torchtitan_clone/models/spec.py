@@ -15,8 +15,8 @@ from torchtitan_clone.interfaces import KeptOperations, TensorPlan
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers an operator
+from torchtitan_clone.ops.attention import OPERATORS
 from torchtitan_clone.ops.kernels import CPU
-from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 
 class LayerFlops(Protocol):
@@ -31,15 +31,8 @@ class ConvertModel(Protocol):
     def __call__(self, model: Decoder, /, *, args: Any) -> None: ...
 
 
-_TORCH_ATTENTION = (flash_attention, efficient_attention, cudnn_attention, cpu_flash_attention)
-_ATTENTION = frozenset(attention.default for attention in _TORCH_ATTENTION)
 KEPT = KeptOperations(
-    always=frozenset(
-        {
-            *_ATTENTION, torch.ops.higher_order.flex_attention, torch.ops.torchtitan_clone.document_attention.default,
-            *(CPU.KEPT if CPU is not None else ()),
-        }
-    ),
+    always=OPERATORS,
     alternating=frozenset(
         {
             torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default,

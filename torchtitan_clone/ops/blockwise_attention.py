@@ -1,13 +1,13 @@
-"""Exact attention in blocks, causal and within documents, over *pieces* of a row: ranges of indices in memory order.
+"""Exact attention by torch's kernels, in blocks of queries and keys: causal, and within documents.
 
 Results of blocks are merged through the logarithm of the sum of exponentials (lse).
 Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim; t and s queries and keys of one block.
 Source: arXiv 2205.14135.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,12 @@ from torchtitan_clone.ops import varlen_attention as varlen
 from torchtitan_clone.ops.varlen_attention import (
     QKV,
     Attention,
-    Pieces,
+    Queries,
     Segments,
+    Spans,
     copied,
     placed,
-    takes_flash_attention,
+    supports_flash_attention,
 )
 
 # Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys.
@@ -31,20 +32,8 @@ _BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
 _HIDDEN = -1e30  # score of masked keys; not -inf, which gives NaN where all keys of a block are masked
 
 
-class Gradients(NamedTuple):
-    """Gradients by queries [B, T, N, H], keys and values [B, S, K, H], in fp32."""
-
-    q_BTNH: Tensor
-    k_BSKH: Tensor
-    v_BSKH: Tensor
-
-    @staticmethod
-    def zeros(q_BTNH: Tensor, k_BSKH: Tensor) -> "Gradients":
-        return Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (q_BTNH, k_BSKH, k_BSKH)))
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Queries:
+class _QueryBlock:
     """Queries of some rows: none attends to keys before `sees_from`, all of them to those from `all_see_from` on."""
 
     rows: slice
@@ -58,7 +47,7 @@ class _Queries:
 class _Block:
     """A block of queries with keys to which some of them attend."""
 
-    queries: _Queries
+    queries: _QueryBlock
     index: range
     place: slice
 
@@ -83,61 +72,66 @@ def empty_attention(q_BTNH: Tensor, sinks_N: Tensor | None = None) -> tuple[Tens
 
 
 def sink_gradients(grad_BTNH: Tensor, attention: Attention, sinks_N: Tensor) -> Tensor:
-    """Returns the gradient by sinks [N]; `attention` is (out, lse) over all keys and the sinks."""
+    """Returns the gradient with respect to sinks [N]; `attention` is (out, lse) over all keys and the sinks."""
     out_BTNH, lse_BTN = attention
     share_BTN = (sinks_N.float() - lse_BTN).exp()
     grad_N = -(share_BTN * (grad_BTNH.float() * out_BTNH.float()).sum(-1)).sum((0, 1))
     return grad_N.to(sinks_N.dtype)
 
 
-def flash_segments(q_BTNH: Tensor, *, queries: Pieces, starts_BT: Tensor | None) -> Segments | None:
-    """Returns the segments of queries if FlashAttention computes their attention, None if blocks with masks do."""
-    return varlen.find_segments(queries, starts_BT, num_rows=len(q_BTNH)) if takes_flash_attention(q_BTNH) else None
+class BlockwiseAttention:
+    """Attention over some keys after others by torch's kernels: ops.attention.PartialKernel.
 
-
-def attend_(
-    attention: Attention, qkv: QKV, *, queries: Pieces, keys: Pieces, starts_BT: Tensor | None,
-    segments: Segments | None,
-) -> None:  # fmt: skip
-    """Adds attention over these keys to `attention`, (out, lse) over other keys, in place.
-
-    `starts_BT`, on the CPU, holds the starts of the queries' documents; None: attention is causal only. `segments` are
-    those of the queries, whose keys are either all or none of `keys`; None: all is computed in blocks.
+    Where FlashAttention takes these queries, it computes those that attend to keys of their own segments in one call.
     """
-    out_BTNH, lse_BTN = attention
-    if segments is not None and list(keys) == list(queries):
-        merge_(out_BTNH, lse_BTN, *varlen.attend_within(qkv, segments))
-    for block, bias in _biased_blocks(queries, keys, starts_BT, segments, like=qkv[0]):
-        q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
-        out_BNtH, lse_BNt = _forward(q_BNtH, k_BKsH, v_BKsH, bias=bias, causal=block.is_triangle)
-        place = block.queries.rows, block.queries.place
-        merge_(out_BTNH[place], lse_BTN[place], out_BNtH.transpose(1, 2), lse_BNt.transpose(1, 2))
+
+    takes_whole_rows = False
+
+    def __init__(self, *, uses_segments: Callable[[Tensor], bool] = supports_flash_attention) -> None:
+        self._uses_segments = uses_segments
+
+    def attend(self, qkv: QKV, *, queries: Queries, keys: Spans, merge_into: Attention | None) -> Attention:
+        """Returns attention over these keys, after it was merged into that over others, in place."""
+        out_BTNH, lse_BTN = merge_into or empty_attention(qkv[0])
+        segments = self._segments(qkv[0], queries)
+        if segments is not None and list(keys) == list(queries.spans):
+            merge_(out_BTNH, lse_BTN, *varlen.attend_within(qkv, segments))
+        for block, bias in _biased_blocks(queries, keys, segments, like=qkv[0]):
+            q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
+            out_BNtH, lse_BNt = _forward(q_BNtH, k_BKsH, v_BKsH, bias=bias, causal=block.is_triangle)
+            place = block.queries.rows, block.queries.place
+            merge_(out_BTNH[place], lse_BTN[place], out_BNtH.transpose(1, 2), lse_BNt.transpose(1, 2))
+        return out_BTNH, lse_BTN
+
+    def attend_backward(
+        self, grad_BTNH: Tensor, qkv: QKV, attention: Attention, *, queries: Queries, keys: Spans,
+        q_grad: Tensor | None, kv_grads: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Returns the gradient with respect to queries added to `q_grad`, and writes those to keys and values."""
+        q_grad = torch.zeros_like(qkv[0], dtype=torch.float32) if q_grad is None else q_grad
+        gradients = q_grad, *(gradient.zero_() for gradient in kv_grads)
+        segments = self._segments(qkv[0], queries)
+        if segments is not None and list(keys) == list(queries.spans):
+            more = varlen.attend_within_backward(grad_BTNH, qkv, attention, segments)
+            for total, gradient in zip(gradients, more, strict=True):
+                total += gradient
+        for block, bias in _biased_blocks(queries, keys, segments, like=qkv[0]):
+            rows, place = block.queries.rows, block.queries.place
+            q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
+            grad_BNtH, out_BNtH, lse_BNt = (x[rows, place].transpose(1, 2) for x in (grad_BTNH, *attention))
+            tensors, causal = (grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt), block.is_triangle
+            places = (place, block.place, block.place)
+            for total, gradient, where in zip(
+                gradients, _backward(*tensors, bias=bias, causal=causal), places, strict=True
+            ):
+                total[rows, where] += gradient.transpose(1, 2)
+        return q_grad
+
+    def _segments(self, q_BTNH: Tensor, queries: Queries) -> Segments | None:
+        return queries.segments if self._uses_segments(q_BTNH) else None
 
 
-def attend_backward_(
-    gradients: Gradients, grad_BTNH: Tensor, qkv: QKV, attention: Attention, *, queries: Pieces, keys: Pieces,
-    starts_BT: Tensor | None, segments: Segments | None,
-) -> None:  # fmt: skip
-    """Adds the gradients through these keys in place; `attention` is (out, lse) over all keys."""
-    if segments is not None and list(keys) == list(queries):
-        found = varlen.attend_within_backward(grad_BTNH, qkv, attention, segments)
-        for total, gradient in zip(gradients, found, strict=True):
-            total += gradient
-    for block, bias in _biased_blocks(queries, keys, starts_BT, segments, like=qkv[0]):
-        rows, place = block.queries.rows, block.queries.place
-        q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
-        grad_BNtH, out_BNtH, lse_BNt = (x[rows, place].transpose(1, 2) for x in (grad_BTNH, *attention))
-        causal = block.is_triangle
-        block_gradients = _backward(grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, bias=bias, causal=causal)
-        for total, gradient, where in zip(gradients, block_gradients, (place, block.place, block.place), strict=True):
-            total[rows, where] += gradient.transpose(1, 2)
-
-
-def ranges_of_keys(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, rows: int) -> list[Tensor | None]:
-    """Returns starts and ends [B, T], int32, of the keys that each query sees, in memory order; starts may be None."""
-    q_T, k_S = (torch.cat([torch.arange(x.start, x.stop, dtype=torch.int32) for x in of]) for of in (queries, keys))
-    starts = None if starts_BT is None else torch.searchsorted(k_S, starts_BT.contiguous(), out_int32=True)
-    return [starts, torch.searchsorted(k_S, q_T, right=True, out_int32=True).expand(rows, -1)]
+BLOCKWISE = BlockwiseAttention()
 
 
 def merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: Tensor) -> None:
@@ -155,32 +149,37 @@ def _cut(block: _Block, qkv: QKV) -> list[Tensor]:
 
 
 def _biased_blocks(
-    queries: Pieces, keys: Pieces, starts_BT: Tensor | None, segments: Segments | None, *, like: Tensor
+    queries: Queries, keys: Spans, segments: Segments | None, *, like: Tensor
 ) -> Iterator[tuple[_Block, Tensor | None]]:
     """Yields all blocks that segments do not cover, each with what is added to its scores."""
     if torch_compat.is_fake(like) and like.device.type == "cpu":
         return  # a simulated run computes nothing
     if segments is not None:
-        yield from ((block, None) for block in _earlier_blocks(queries, keys, segments))
+        yield from ((block, None) for block in _earlier_blocks(queries.spans, keys, segments))
     else:
+        starts_BT = queries.starts_BT
         on_device_BT = None if starts_BT is None else copied(starts_BT, like.device)
-        blocks = _blocks(queries, keys, starts_BT, like=like)
+        blocks = _blocks(queries.spans, keys, starts_BT, like=like)
         yield from ((block, _bias(block, on_device_BT, like=like)) for block in blocks)
 
 
-def _earlier_blocks(queries: Pieces, keys: Pieces, segments: Segments) -> Iterator[_Block]:
-    """Yields the first segment of each piece with all keys of an earlier piece that it sees."""
-    for offset, piece in placed(queries):
+def _earlier_blocks(queries: Spans, keys: Spans, segments: Segments) -> Iterator[_Block]:
+    """Yields the first segment of each span with all keys of an earlier span that it sees.
+
+    keys     [ earlier span ]      [ span of the queries     ]
+    document         ^------------- first segment --^
+    """
+    for offset, span in placed(queries):
         for rows, length, start in segments.first_of(offset):
-            index, place = range(piece.start, piece.start + length), slice(offset, offset + length)
-            block = _Queries(rows=rows, index=index, place=place, sees_from=start, all_see_from=start)
+            index, place = range(span.start, span.start + length), slice(offset, offset + length)
+            block = _QueryBlock(rows=rows, index=index, place=place, sees_from=start, all_see_from=start)
             for key_offset, earlier in placed(keys):
                 seen = range(max(earlier.start, start), earlier.stop)
-                if earlier.stop <= piece.start and seen:
+                if earlier.stop <= span.start and seen:
                     yield _Block(queries=block, index=seen, place=_shifted(seen, key_offset - earlier.start))
 
 
-def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
+def _blocks(queries: Spans, keys: Spans, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
     """Yields all blocks that are not fully masked, those of the same queries one after another."""
     most_queries, most_keys = _BLOCK_SIZES[like.device.type]
     # Rows have different masks, which matters only with more than one block of queries. Of several rows, CUDA's kernel
@@ -188,24 +187,24 @@ def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Te
     by_row = starts_BT is not None and (like.device.type == "cuda" or max(map(len, queries)) > most_queries)
     rows = [slice(row, row + 1) for row in range(len(like))] if by_row else [slice(0, len(like))]
     for block in _query_blocks(queries, starts_BT, rows=rows, most=most_queries):
-        for offset, piece in placed(keys):
-            stop = min(piece.stop, block.index.stop)
-            for first in range(max(piece.start, block.sees_from), stop, most_keys):
+        for offset, span in placed(keys):
+            stop = min(span.stop, block.index.stop)
+            for first in range(max(span.start, block.sees_from), stop, most_keys):
                 index = range(first, min(first + most_keys, stop))
-                yield _Block(queries=block, index=index, place=_shifted(index, offset - piece.start))
+                yield _Block(queries=block, index=index, place=_shifted(index, offset - span.start))
 
 
-def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, rows: list[slice], most: int) -> Iterator[_Queries]:
+def _query_blocks(queries: Spans, starts_BT: Tensor | None, *, rows: list[slice], most: int) -> Iterator[_QueryBlock]:
     starts = None if starts_BT is None else starts_BT.tolist()
     for some in rows:
-        for offset, piece in placed(queries):
-            for first in range(piece.start, piece.stop, most):
-                index = range(first, min(first + most, piece.stop))
-                place = _shifted(index, offset - piece.start)
+        for offset, span in placed(queries):
+            for first in range(span.start, span.stop, most):
+                index = range(first, min(first + most, span.stop))
+                place = _shifted(index, offset - span.start)
                 # Starts only grow along a row.
                 sees_from = 0 if starts is None else min(row[place.start] for row in starts[some])
                 all_see_from = 0 if starts is None else max(row[place.stop - 1] for row in starts[some])
-                yield _Queries(rows=some, index=index, place=place, sees_from=sees_from, all_see_from=all_see_from)
+                yield _QueryBlock(rows=some, index=index, place=place, sees_from=sees_from, all_see_from=all_see_from)
 
 
 def _shifted(index: range, by: int) -> slice:
@@ -231,7 +230,7 @@ def _forward(q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | N
     """Returns attention of one block: out [B, N, t, H] and lse [B, N, t]."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention(q_BNtH, k_BKsH, v_BKsH, is_causal=causal, attn_mask=bias)
-    if bias is None and takes_flash_attention(q_BNtH):
+    if bias is None and supports_flash_attention(q_BNtH):
         return torch_compat.flash_attention(q_BNtH, k_BKsH, v_BKsH, 0.0, causal)[:2]
     shape, t = q_BNtH.shape[:2], q_BNtH.shape[2]
     by_group = _split_groups(q_BNtH, k_BKsH, v_BKsH, bias)
@@ -257,13 +256,13 @@ def _backward(
     grad_BNtH: Tensor, q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, out_BNtH: Tensor, lse_BNt: Tensor, *,
     bias: Tensor | None, causal: bool,
 ) -> QKV:  # fmt: skip
-    """Returns gradients of one block by queries, keys and values; `out` and `lse` may be over more keys."""
+    """Returns gradients of one block with respect to q, k and v; `out` and `lse` may be over more keys."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention_backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, 0.0, causal, attn_mask=bias
         )
     t, s = q_BNtH.shape[2], k_BKsH.shape[2]
-    if bias is None and takes_flash_attention(q_BNtH):
+    if bias is None and supports_flash_attention(q_BNtH):
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BNtH.device)
         return torch_compat.flash_attention_backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt.contiguous(), None, None, t, s, 0.0, causal,
@@ -286,13 +285,16 @@ def document_attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor, sinks_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns attention of each token over those from `starts_BT` on and its sink: out [B, T, N, H], lse [B, T, N]."""
-    row, qkv = (range(q_BTNH.shape[1]),), (q_BTNH, k_BTKH, v_BTKH)
-    segments = flash_segments(q_BTNH, queries=row, starts_BT=starts_BT)
-    if segments is not None and sinks_N is None:  # of all keys, so that there is nothing to merge
-        return varlen.attend_within(qkv, segments)
-    out_BTNH, lse_BTN = empty_attention(q_BTNH, sinks_N)
-    attend_((out_BTNH, lse_BTN), qkv, queries=row, keys=row, starts_BT=starts_BT, segments=segments)
+    qkv, queries = (q_BTNH, k_BTKH, v_BTKH), _whole_rows(q_BTNH, starts_BT)
+    if sinks_N is None and supports_flash_attention(q_BTNH) and queries.segments is not None:
+        return varlen.attend_within(qkv, queries.segments)  # over all keys, so that there is nothing to merge
+    empty = empty_attention(q_BTNH, sinks_N)
+    out_BTNH, lse_BTN = BLOCKWISE.attend(qkv, queries=queries, keys=queries.spans, merge_into=empty)
     return out_BTNH.to(q_BTNH.dtype), lse_BTN
+
+
+def _whole_rows(q_BTNH: Tensor, starts_BT: Tensor) -> Queries:
+    return Queries(spans=(range(q_BTNH.shape[1]),), starts_BT=starts_BT, num_rows=len(q_BTNH))
 
 
 @document_attention.register_fake
@@ -307,16 +309,15 @@ def _document_attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor, out_BTNH: Tensor,
     lse_BTN: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    row, qkv, attention = (range(q_BTNH.shape[1]),), (q_BTNH, k_BTKH, v_BTKH), (out_BTNH, lse_BTN)
-    segments = flash_segments(q_BTNH, queries=row, starts_BT=starts_BT)
-    if segments is not None:
-        found = varlen.attend_within_backward(grad_BTNH, qkv, attention, segments)
+    qkv, attention, queries = (q_BTNH, k_BTKH, v_BTKH), (out_BTNH, lse_BTN), _whole_rows(q_BTNH, starts_BT)
+    if supports_flash_attention(q_BTNH) and queries.segments is not None:
+        gradients = varlen.attend_within_backward(grad_BTNH, qkv, attention, queries.segments)
     else:
-        found = Gradients.zeros(q_BTNH, k_BTKH)
-        attend_backward_(
-            found, grad_BTNH, qkv, attention, queries=row, keys=row, starts_BT=starts_BT, segments=None
-        )  # fmt: skip
-    q_grad, k_grad, v_grad = (in_layout_of(x, gradient) for x, gradient in zip(qkv, found, strict=True))
+        kv_grads = [torch.empty_like(x, dtype=torch.float32) for x in (k_BTKH, v_BTKH)]
+        gradients = BLOCKWISE.attend_backward(
+            grad_BTNH, qkv, attention, queries=queries, keys=queries.spans, q_grad=None, kv_grads=kv_grads
+        ), *kv_grads  # fmt: skip
+    q_grad, k_grad, v_grad = (in_layout_of(x, gradient) for x, gradient in zip(qkv, gradients, strict=True))
     return q_grad, k_grad, v_grad
 
 

@@ -8,24 +8,33 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan_clone import doors
+from torchtitan_clone.ops.varlen_attention import QKV, Attention, Queries, Spans
 
 
-class AttentionKernel(Protocol):
-    """Attention over ranges of keys, in the data type of its library."""
+class PartialKernel(Protocol):
+    """Attention over some keys of a row after others, whose results it merges in fp32.
 
-    def attend(
-        self, *inputs: Tensor | None, accumulate_into: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns what CpuKernels.attend() does; `accumulate_into` becomes attention over those and these keys."""
+    Context parallelism calls it for the keys of one rank after another.
+    """
+
+    takes_whole_rows: bool
+    """Whether it is faster with the gathered keys of all ranks in the order of their rows."""
+
+    def attend(self, qkv: QKV, *, queries: Queries, keys: Spans, merge_into: Attention | None) -> Attention:
+        """Returns out [B, T, N, H] and lse [B, T, N] in fp32 over these keys and those of `merge_into`, in place."""
         ...
 
     def attend_backward(
-        self, grad_BTNH: Tensor, *saved: Tensor | None, q_grad: Tensor | None = None, kv_grads: Sequence[Tensor] = ()
-    ) -> list[Tensor]:
-        """Returns the gradients by queries, keys and values; adds to `q_grad`, and writes to `kv_grads`."""
+        self, grad_BTNH: Tensor, qkv: QKV, attention: Attention, *, queries: Queries, keys: Spans,
+        q_grad: Tensor | None, kv_grads: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
+        """Returns the gradient with respect to queries, added to `q_grad`; writes those to keys and values.
+
+        All are in fp32; `attention` is that over all keys.
+        """
         ...
 
 
@@ -40,8 +49,11 @@ class CpuKernels(Protocol):
     def start(self, *, compiles_model: bool) -> None:
         """Begins to compile and load what a run uses, in threads."""
 
-    def available(self, *, compiles_model: bool) -> list[str]:
-        """Returns the names of the libraries that such a run can use here, for which it waits."""
+    def available(self, *, compiles_model: bool) -> dict[str, int]:
+        """Returns the libraries that such a run can use here, for which it waits.
+
+        Each with the number that must divide the features of a head for its attention.
+        """
         ...
 
     def leave_out(self, names: set[str], /) -> None:
@@ -67,7 +79,7 @@ class CpuKernels(Protocol):
     def add_product_(self, total: Tensor, x: Tensor, weight_OI: Tensor) -> None:
         """Adds x W^T to a total in fp32 in place."""
 
-    def has_faster_attention(self, q_BTNH: Tensor, *, in_eager: bool) -> bool: ...
+    def has_faster_attention(self, dtype: torch.dtype, *, head_dim: int, in_eager: bool) -> bool: ...
 
     def attend(
         self, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, starts_BT: Tensor | None, ends_BT: Tensor | None = None
@@ -75,33 +87,21 @@ class CpuKernels(Protocol):
         """Returns attention of each query over keys from its start to its end: out [B, T, N, H], lse [B, N, T]."""
         ...
 
-    def attention_kernel(self, q_BTNH: Tensor) -> AttentionKernel:
-        """Returns the kernel that computes in the data type of these queries."""
+    OVER_KEYS: PartialKernel
+    """The same over some keys after others."""
+
+    def preferred_attention(self, dtype: torch.dtype, *, is_compiled: bool) -> str:
+        """Returns the library whose attention is the fastest on this processor, or TORCH."""
         ...
 
+    def use_attention(self, dtype: torch.dtype, *, library: str, multiple: int) -> None:
+        """Computes attention in a data type by this library, or TORCH, in heads of multiples of so many features."""
 
+
+TORCH = "torch"
+"""Stands for torch's own kernels among names of libraries."""
 CPU = cast("CpuKernels | None", doors.find("cpu"))
 """The package behind the door; None if it is closed."""
-
-
-class FasterAttention(nn.Module):
-    """Base of modules of attention that use the kernels in compiled blocks and, after use_kernels(), in eager training.
-
-    Without gradients eager attention is torch's.
-    """
-
-    _in_eager = False
-
-    def faster_attention(self, q_BTNH: Tensor) -> CpuKernels | None:
-        """Returns the kernels that compute attention of these queries."""
-        return CPU if CPU is not None and CPU.has_faster_attention(q_BTNH, in_eager=self._in_eager) else None
-
-
-def use_kernels(model: nn.Module) -> None:
-    """Lets attention of a model use the kernels in eager training; results differ by rounding."""
-    for module in model.modules():
-        if isinstance(module, FasterAttention):
-            module._in_eager = True
 
 
 def prepare(device: torch.device, *, compiles_model: bool) -> None:
@@ -109,13 +109,6 @@ def prepare(device: torch.device, *, compiles_model: bool) -> None:
     if CPU is not None and device.type == "cpu":
         CPU.start(compiles_model=compiles_model)
         CPU.use_tensor_region()
-
-
-def available(device: torch.device, *, compiles_model: bool) -> list[str]:
-    """Returns the names of the kernels that a run can use on this device."""
-    if CPU is None or device.type != "cpu":
-        return []
-    return CPU.available(compiles_model=compiles_model)
 
 
 def leave_out(names: set[str]) -> None:
@@ -133,3 +126,9 @@ def use_huge_pages() -> None:
 def has_bfloat16_units() -> bool:
     """Whether a CPU multiplies matrices in bfloat16 without emulation; False if the door is closed."""
     return CPU is not None and CPU.has_bfloat16_units()
+
+
+def use_attention(dtype: torch.dtype, *, library: str, multiple: int) -> None:
+    """Computes attention in a data type by the library on which all ranks have agreed; see CpuKernels."""
+    if CPU is not None:
+        CPU.use_attention(dtype, library=library, multiple=multiple)

@@ -1,7 +1,10 @@
 """Context parallelism: shards each sequence over the `cp` axis, with exact attention across the shards.
 
-"allgather" gathers the keys and values of all ranks, "ring" passes them around a ring; a rank holds a chunk of tokens
-from the front and the mirrored one from the back, since late tokens cost more. "alltoall" exchanges heads for tokens:
+"allgather" gathers the keys and values of all ranks, "ring" passes them around a ring; a rank holds a span of tokens
+from the front and the mirrored one from the back, since late tokens cost more: of 3 ranks those with these numbers,
+
+    tokens of a row   [ 0 ][ 1 ][ 2 ][ 2 ][ 1 ][ 0 ]
+ "alltoall" exchanges heads for tokens:
 head_exchange.py.
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
@@ -20,11 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_clone.comm import collectives
 from torchtitan_clone.comm.collectives import all_gather, others, reduce_scatter, takes_messages
 from torchtitan_clone.comm.tracing import COMMUNICATING_OPERATIONS
-from torchtitan_clone.ops import attention
-from torchtitan_clone.ops import blockwise_attention as blockwise
-from torchtitan_clone.ops.attention import OnHost, moved
-from torchtitan_clone.ops.blockwise_attention import Pieces
-from torchtitan_clone.ops.kernels import CPU, AttentionKernel, FasterAttention
+from torchtitan_clone.ops import attention as masks
+from torchtitan_clone.ops.attention import KERNELS, AttentionModule, OnHost, moved
+from torchtitan_clone.ops.blockwise_attention import (
+    empty_attention,
+    fake_attention,
+    fake_gradients,
+    in_layout_of,
+    sink_gradients,
+)
+from torchtitan_clone.ops.kernels import PartialKernel
+from torchtitan_clone.ops.varlen_attention import Attention, Queries, Spans
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
 from torchtitan_clone.torch_compat import process_group_of
 
@@ -71,14 +80,14 @@ class LocalStarts(nn.Module):
         if documents_BS is not None:
             documents_BS = moved(documents_BS, torch.device("cpu"))
         like_BS = torch.empty(len(positions_BT), positions_BT.shape[1] * self._degree, device="cpu")
-        starts_BS = attention.visible_starts(documents_BS, like=like_BS, window=window, chunk=chunk)
+        starts_BS = masks.visible_starts(documents_BS, like=like_BS, window=window, chunk=chunk)
         if starts_BS is None:
             return None
-        pieces = self._local_tokens(starts_BS.shape[1])
-        return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
+        spans = self._local_tokens(starts_BS.shape[1])
+        return torch.cat([starts_BS[:, span.start : span.stop] for span in spans], dim=1)
 
 
-class KeyExchange(FasterAttention):
+class KeyExchange(AttentionModule):
     """Attention of this rank's queries over the keys and values of all ranks."""
 
     def __init__(self, *, group_name: str, exchange: Method):
@@ -89,7 +98,7 @@ class KeyExchange(FasterAttention):
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None, sinks_N: Tensor | None = None
     ) -> Tensor:
-        options = self.faster_attention(q_BTNH) is not None, self._exchange, self._group_name
+        options = self.choose(q_BTNH, mask, over_keys=True).name, self._exchange, self._group_name
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, *options)[0]
 
 
@@ -152,50 +161,40 @@ _FETCH = {"allgather": _gather_keys, "ring": _pass_around}
 _RETURN = {"allgather": _sum_gradients, "ring": _send_back}
 
 
-def _received(
-    k_BTKH: Tensor,
-    v_BTKH: Tensor,
-    pieces: Sequence[Pieces],
-    group: dist.ProcessGroup,
-    *,
-    exchange: str,
-    by_kernel: bool,
-) -> Iterator[tuple[Pieces, Sequence[Tensor]]]:
-    """Yields tokens with their keys and values: of one rank after another, or gathered for a kernel, of whole rows."""
-    if by_kernel and exchange == "allgather":
-        rows = _Rows(k_BTKH.shape, dtype=k_BTKH.dtype, pieces=pieces, group=group)
+def _shares_of_keys(
+    k_BTKH: Tensor, v_BTKH: Tensor, *, spans: Sequence[Spans], group: dist.ProcessGroup, exchange: str,
+    whole_rows: bool,
+) -> Iterator[tuple[Spans, Sequence[Tensor]]]:  # fmt: skip
+    """Yields spans of rows with their keys and values: of one rank after another, or `whole_rows` at once."""
+    if whole_rows:
+        rows = _WholeRows(k_BTKH.shape, dtype=k_BTKH.dtype, spans=spans, group=group)
         rows.gather(k_BTKH, v_BTKH)
         yield [range(rows.k_BSKH.shape[1])], (rows.k_BSKH, rows.v_BSKH)
     else:
         for rank, kv in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
-            yield pieces[rank], tuple(kv)
+            yield spans[rank], tuple(kv)
 
 
-def _kernel(q_BTNH: Tensor) -> AttentionKernel:
-    assert CPU is not None
-    return CPU.attention_kernel(q_BTNH)
-
-
-def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
+def _spans(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Spans]:
     """Returns the tokens of each rank."""
     degree = group.size()
     return [local_tokens(x_BTNH.shape[1] * degree, rank=rank, degree=degree, method="ring") for rank in range(degree)]
 
 
-class _Rows:
+class _WholeRows:
     """Keys and values of whole rows, or their gradients, for a kernel.
 
-    In memory they are [R T, 2, B, K, H]: a piece of tokens is one block, which ranks send and receive without a copy.
+    In memory they are [R T, 2, B, K, H]: a span of tokens is one block, which ranks send and receive without a copy.
     """
 
     def __init__(
-        self, shape: torch.Size, *, dtype: torch.dtype, pieces: Sequence[Pieces], group: dist.ProcessGroup
+        self, shape: torch.Size, *, dtype: torch.dtype, spans: Sequence[Spans], group: dist.ProcessGroup
     ) -> None:
         """`shape` is that of the keys of one rank [B, T, K, H]."""
         self._shape = B, T, K, H = shape
         memory = torch.empty(T * group.size(), 2, B, K, H, dtype=dtype)
         self.k_BSKH, self.v_BSKH = memory.transpose(0, 2).unbind(1)
-        self._by_rank = [[memory[x.start : x.stop] for x in of_rank] for of_rank in pieces]
+        self._by_rank = [[memory[x.start : x.stop] for x in of_rank] for of_rank in spans]
         self._own = self._by_rank[group.rank()]
         self._group = group
 
@@ -229,103 +228,87 @@ class _Rows:
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())
 def context_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, sinks_N: Tensor | None, by_kernel: bool,
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, sinks_N: Tensor | None, kernel: str,
     exchange: str, group_name: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
-    `starts_BT` is on the CPU, where it says which blocks to compute; `by_kernel` computes by ops/kernels.py. Saves
-    only this rank's tensors for backward, which receives the keys and values of other ranks again.
+    `starts_BT` is on the CPU; `kernel` is a name in KERNELS. Saves only this rank's tensors for backward, which
+    receives the keys and values of other ranks again.
     """
-    group = process_group_of(group_name)
-    pieces = _pieces(q_BTNH, group)
-    queries = pieces[group.rank()]
-    if by_kernel:
-        by_heads = None
-        if sinks_N is not None:
-            out_BTNH, lse_BTN = blockwise.empty_attention(q_BTNH, sinks_N)
-            by_heads = out_BTNH, lse_BTN.transpose(1, 2).contiguous()
-        q = q_BTNH.float()  # in fp32, in which results accumulate
-        for keys, kv in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_kernel=True):
-            ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
-            by_heads = _kernel(q).attend(q, *kv, *ranges, accumulate_into=by_heads)
-        assert by_heads is not None
-        return by_heads[0].to(q_BTNH.dtype).contiguous(), by_heads[1].transpose(1, 2).contiguous()
-    attention = blockwise.empty_attention(q_BTNH, sinks_N)
-    segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
-    for keys, (k, v) in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_kernel=False):
-        qkv = (q_BTNH, k, v)
-        blockwise.attend_(attention, qkv, queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
-    return attention[0].to(q_BTNH.dtype), attention[1]
+    group, over_keys = process_group_of(group_name), KERNELS[kernel].over_keys
+    assert over_keys is not None
+    spans = _spans(q_BTNH, group)
+    queries = Queries(spans=spans[group.rank()], starts_BT=starts_BT, num_rows=len(q_BTNH))
+    whole_rows = over_keys.takes_whole_rows and exchange == "allgather"
+    shares = _shares_of_keys(k_BTKH, v_BTKH, spans=spans, group=group, exchange=exchange, whole_rows=whole_rows)
+    attention = None if sinks_N is None else empty_attention(q_BTNH, sinks_N)
+    for keys, (k, v) in shares:
+        attention = over_keys.attend((q_BTNH, k, v), queries=queries, keys=keys, merge_into=attention)
+    assert attention is not None
+    return attention[0].to(q_BTNH.dtype).contiguous(), attention[1].contiguous()
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention_backward", mutates_args=())
 def context_attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, out_BTNH: Tensor,
-    lse_BTN: Tensor, by_kernel: bool, exchange: str, group_name: str,
+    lse_BTN: Tensor, kernel: str, exchange: str, group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of `context_attention` by q, k and v."""
-    group = process_group_of(group_name)
-    pieces = _pieces(q_BTNH, group)
-    queries = pieces[group.rank()]
-    segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
+    """Returns the gradients of `context_attention` with respect to q, k and v."""
+    group, over_keys = process_group_of(group_name), KERNELS[kernel].over_keys
+    assert over_keys is not None
+    spans = _spans(q_BTNH, group)
+    queries = Queries(spans=spans[group.rank()], starts_BT=starts_BT, num_rows=len(q_BTNH))
+    whole_rows = over_keys.takes_whole_rows and exchange == "allgather"
+    shares = _shares_of_keys(k_BTKH, v_BTKH, spans=spans, group=group, exchange=exchange, whole_rows=whole_rows)
     attention = (out_BTNH, lse_BTN)
-    q_grad_BTNH = None if by_kernel else torch.zeros_like(q_BTNH, dtype=torch.float32)
-
-    def by_kernel_backward(keys: Pieces, k: Tensor, v: Tensor, kv_grads: Sequence[Tensor]) -> None:
-        """Writes the gradients by these keys and values, and adds to those by queries: in fp32, as they are summed."""
-        nonlocal q_grad_BTNH
-        q = q_BTNH.float()
-        ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
-        saved = (q, k, v, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
-        q_grad_BTNH, *_ = _kernel(q).attend_backward(grad_BTNH, *saved, q_grad=q_grad_BTNH, kv_grads=kv_grads)
-
-    def kv_gradients() -> Iterator[tuple[int, Tensor]]:
-        for keys, (k, v) in received:
-            if by_kernel:
-                kv_grad = torch.empty(2, *k.shape)
-                by_kernel_backward(keys, k, v, list(kv_grad))
-                yield pieces.index(keys), kv_grad
-                continue
-            assert q_grad_BTNH is not None
-            kv_grad = torch.zeros(2, *k.shape, device=k.device)
-            gradients = blockwise.Gradients(q_grad_BTNH, *kv_grad)
-            blockwise.attend_backward_(
-                gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT,
-                segments=segments,
-            )  # fmt: skip
-            yield pieces.index(keys), kv_grad
-
-    received = _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_kernel=by_kernel)
-    if by_kernel and exchange == "allgather":
-        [(keys, (k, v))] = received
-        of_rows = _Rows(k_BTKH.shape, dtype=torch.float32, pieces=pieces, group=group)
-        by_kernel_backward(keys, k, v, (of_rows.k_BSKH, of_rows.v_BSKH))
-        kv_grads = of_rows.sum()
+    if whole_rows:
+        [(keys, (k, v))] = shares
+        rows = _WholeRows(k_BTKH.shape, dtype=torch.float32, spans=spans, group=group)
+        q_grad_BTNH = over_keys.attend_backward(
+            grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, q_grad=None,
+            kv_grads=(rows.k_BSKH, rows.v_BSKH),
+        )  # fmt: skip
+        kv_grads = rows.sum()
     else:
-        kv_grads = _RETURN[exchange](kv_gradients(), group)
-    assert q_grad_BTNH is not None
+        q_grad_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32)
+        by_rank = _kv_gradients(over_keys, shares, spans, grad_BTNH, q_BTNH, attention, queries, q_grad_BTNH)
+        kv_grads = _RETURN[exchange](by_rank, group)
     pairs = zip((q_BTNH, k_BTKH, v_BTKH), (q_grad_BTNH, *kv_grads), strict=True)
-    q_grad, k_grad, v_grad = (blockwise.in_layout_of(x, gradient) for x, gradient in pairs)
+    q_grad, k_grad, v_grad = (in_layout_of(x, gradient) for x, gradient in pairs)
     return q_grad, k_grad, v_grad
 
 
+def _kv_gradients(
+    over_keys: PartialKernel, shares: Iterator[tuple[Spans, Sequence[Tensor]]], spans: Sequence[Spans],
+    grad_BTNH: Tensor, q_BTNH: Tensor, attention: Attention, queries: Queries, q_grad_BTNH: Tensor,
+) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
+    """Yields ranks with the gradients with respect to their keys and values [2, B, T, K, H]; adds to `q_grad_BTNH`."""
+    for keys, (k, v) in shares:
+        kv_grad = torch.empty(2, *k.shape, device=k.device)
+        over_keys.attend_backward(
+            grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, q_grad=q_grad_BTNH,
+            kv_grads=kv_grad.unbind(),
+        )  # fmt: skip
+        yield spans.index(keys), kv_grad
+
+
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.by_kernel, ctx.exchange, ctx.group_name = inputs
+    *tensors, ctx.kernel, ctx.exchange, ctx.group_name = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, sinks_N, out_BTNH, lse_BTN = ctx.saved_tensors
     attention = (out_BTNH, lse_BTN)
-    sinks_grad_N = None if sinks_N is None else blockwise.sink_gradients(grad_BTNH, attention, sinks_N)
+    sinks_grad_N = None if sinks_N is None else sink_gradients(grad_BTNH, attention, sinks_N)
     gradients = context_attention_backward(
-        grad_BTNH, *inputs, *attention, ctx.by_kernel, ctx.exchange, ctx.group_name
+        grad_BTNH, *inputs, *attention, ctx.kernel, ctx.exchange, ctx.group_name
     )  # fmt: skip
     return *gradients, None, sinks_grad_N, None, None, None
 
 
-context_attention.register_fake(blockwise.fake_attention)
-context_attention_backward.register_fake(blockwise.fake_gradients)
+context_attention.register_fake(fake_attention)
+context_attention_backward.register_fake(fake_gradients)
 context_attention.register_autograd(_backward, setup_context=_save_for_backward)
 COMMUNICATING_OPERATIONS.extend((context_attention, context_attention_backward))

@@ -13,8 +13,9 @@ from torchtitan_clone.models.decoder import Decoder
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.models.mtp import MTP_LOSS
 from torchtitan_clone.observe.by_source import Totals
+from torchtitan_clone.ops.attention import use_kernels
 from torchtitan_clone.ops.cross_entropy import build_loss
-from torchtitan_clone.ops.kernels import prepare, use_kernels
+from torchtitan_clone.ops.kernels import prepare
 from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.optim import MatrixLayout, build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
