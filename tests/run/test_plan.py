@@ -14,12 +14,11 @@ from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.models import find_model
 from torchtitan_clone.run.plan import (
     build_plan,
-    fsdp_blocks_per_group,
-    keeps_gradients,
     later_phases,
     loss_chunk_tokens,
     replica_identity,
     run_identity,
+    sharding_options,
     write_config,
 )
 
@@ -87,17 +86,21 @@ def test_chunks_of_the_loss_follow_the_device(device_type, options, expected):
 )
 def test_a_cpu_shards_small_blocks_together(device_type, options, expected):
     plan = plan_of("--training.mixed_precision_param=float32", *options, device_type=device_type, world_size=2)
-    assert fsdp_blocks_per_group(plan) == expected
+    assert sharding_options(plan).blocks_per_group == expected
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_gradients_keep_their_type_on_one_rank_without_replica_groups(device_type):
-    assert keeps_gradients(plan_of(device_type=device_type))
-    assert not keeps_gradients(plan_of(device_type=device_type, world_size=2))
-    assert not keeps_gradients(plan_of("--parallelism.fsdp_reshard_after_forward=always", device_type=device_type))
-    assert not keeps_gradients(plan_of("--training.enable_cpu_offload", device_type=device_type))
-    assert not keeps_gradients(plan_of("--training.mixed_precision_reduce=bfloat16", device_type=device_type))
-    assert not keeps_gradients(plan_of(*REPLICA, device_type=device_type))
+    def keeps_gradients(*options, **more):
+        plan = plan_of("--training.mixed_precision_param=float32", *options, device_type=device_type, **more)
+        return sharding_options(plan).keeps_gradients
+
+    assert keeps_gradients()
+    assert not keeps_gradients(world_size=2)
+    assert not keeps_gradients("--parallelism.fsdp_reshard_after_forward=always")
+    assert not keeps_gradients("--training.enable_cpu_offload")
+    assert not keeps_gradients("--training.mixed_precision_reduce=bfloat16")
+    assert not keeps_gradients(*REPLICA)
 
 
 def test_a_seed_checkpoint_trains_no_step():

@@ -28,7 +28,7 @@ from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.optim.matrices import Matrix
 from torchtitan_clone.optim.muon import Muon
 from torchtitan_clone.parallel import gradients, head_exchange, unsharded
-from torchtitan_clone.parallel.fsdp_messages import SumByMessages
+from torchtitan_clone.parallel.fsdp import SumByMessages
 from torchtitan_clone.run import engine, loaders
 
 Replacement = Callable[..., object]

@@ -17,7 +17,7 @@ from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.interfaces import FSDPGroup, KeptOperations, TensorPlan
 from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.expert import apply_expert_parallel, divide_rows, expert_modules
-from torchtitan_clone.parallel.fsdp import apply_fsdp
+from torchtitan_clone.parallel.fsdp import ShardingOptions, apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel
 
@@ -36,15 +36,13 @@ M = TypeVar("M", bound=ParallelModel)
 
 def apply_parallelism(
     model: M, *, modules: Iterable[str], frozen: Iterable[str], mesh: Mesh, tensor_plan: TensorPlan,
-    kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, keeps_gradients: bool,
-    blocks_per_group: int, parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
+    kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, sharding: ShardingOptions,
+    parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint, compile: Compile,
 ) -> None:  # fmt: skip
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
     The model keeps only the `modules` of its pipeline stage, which `convert` may replace; those that are also in
-    `frozen` get no gradients. `keeps_gradients` and `blocks_per_group` are apply_fsdp()'s. Changes the
-    model in place.
+    `frozen` get no gradients. Changes the model in place.
     """
     assert isinstance(model, nn.Module)
     modules = set(modules)
@@ -73,9 +71,8 @@ def apply_parallelism(
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     apply_fsdp(
-        model, groups=model.fsdp_groups(), blocks_per_group=blocks_per_group, mesh=mesh.fsdp,
-        parameter_mesh=mesh.parameters, experts=experts, expert_mesh=mesh.expert_fsdp, training=training,
-        keeps_gradients=keeps_gradients, parallelism=parallelism,
+        model, groups=model.fsdp_groups(), mesh=mesh.fsdp, parameter_mesh=mesh.parameters, experts=experts,
+        expert_mesh=mesh.expert_fsdp, training=training, parallelism=parallelism, options=sharding,
     )  # fmt: skip
 
 

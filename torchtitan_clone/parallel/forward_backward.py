@@ -1,6 +1,7 @@
 """Runs forward and backward of one step. Legend: B batch, T tokens, A auxiliary terms of the model, K depths."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol, TypeVar
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone.ops.attention import OnHost
-from torchtitan_clone.parallel.unsharded import plain_parameters, set_last_backward
+from torchtitan_clone.parallel.unsharded import unsharded_parameters, unwrapped_parameters
 
 T = TypeVar("T")
 LossFn = Callable[..., Tensor]  # see ops.cross_entropy.build_loss()
@@ -94,15 +95,17 @@ class Objective:
 def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.device) -> ForwardBackward:
     """Returns the step for a model that is complete on this rank; pipeline.py has the pipelined one."""
     objective = Objective(auxiliary_terms(model), device=device)
+    unsharded = unsharded_parameters(model)
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
         objective.begin_step(num_targets=num_targets)
-        with plain_parameters([model]):
+        with nullcontext() if unsharded is None else unwrapped_parameters([model]):
             for rows, is_last in _with_last(microbatches):
                 # Gradients are reduced over ranks once, after the last micro-batch.
                 if isinstance(model, FSDPModule):
                     model.set_requires_gradient_sync(is_last)
-                set_last_backward(model, is_last)
+                if unsharded is not None:
+                    unsharded.set_last(is_last)
                 documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
                 sums = model(
                     rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,

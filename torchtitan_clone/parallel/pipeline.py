@@ -25,7 +25,7 @@ from torchtitan_clone.parallel import forward_backward
 from torchtitan_clone.parallel.forward_backward import LossFn, Objective, Rows, StepOutput
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages
-from torchtitan_clone.parallel.unsharded import collect_gradients, plain_parameters
+from torchtitan_clone.parallel.unsharded import unsharded_parameters, unwrapped_parameters
 from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -95,7 +95,8 @@ class _Stage(PipelineStageFixes, PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        collect_gradients(self.submod)
+        if (unsharded := unsharded_parameters(self.submod)) is not None:
+            unsharded.collect()
 
 
 def _as_messages(operations: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -159,7 +160,7 @@ def build_pipelined_forward_backward(
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
         trains = torch.is_grad_enabled()
         objective.begin_step(num_targets=num_targets)
-        with plain_parameters(model_parts):
+        with unwrapped_parameters(model_parts):
             for rows in microbatches:
                 depth = 0 if rows.mtp_targets_BKT is None else rows.mtp_targets_BKT.shape[1]
                 schedule, own = schedule_for(*rows.tokens_BT.shape, depth, trains)

@@ -27,7 +27,7 @@ _KEEPS_DTYPE = torch.__version__ >= "2.15"
 
 Those of the first of several backwards are in the data type of the sum, also while those of tied weights are added.
 """
-_exchanges: "WeakKeyDictionary[nn.Module, _Exchange]" = WeakKeyDictionary()
+_unsharded: "WeakKeyDictionary[nn.Module, UnshardedParameters]" = WeakKeyDictionary()
 
 
 def apply_unsharded(
@@ -36,10 +36,10 @@ def apply_unsharded(
     """Makes the parameters DTensors as FSDP does, in place; forward and backward compute in `dtype`.
 
     `mesh` is [1] or [replicas, 1], and `parameter_mesh` has the axis tp after that. From the start of a forward to the
-    end of its backward, or inside plain_parameters(), modules hold parameters that are tensors, or DTensors on the axis
-    tp only where they compute with those: the same memory if `dtype` is that of the parameters, else copies. Gradients
-    are summed over replicas and added to those of the DTensors, in their data type; with `keeps_gradients` those of a
-    single backward stay in `dtype`.
+    end of its backward, or inside unwrapped_parameters(), modules hold parameters that are tensors, or DTensors on the
+    axis tp only where they compute with those: the same memory if `dtype` is that of the parameters, else copies.
+    Gradients are summed over replicas and added to those of the DTensors, in their data type; with `keeps_gradients`
+    those of a single backward stay in `dtype`.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     outer = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -54,41 +54,38 @@ def apply_unsharded(
             )  # fmt: skip
             distributed[parameter] = nn.Parameter(both, requires_grad=parameter.requires_grad)
         module._parameters[name] = distributed[parameter]
-    exchange = _exchanges[model] = _Exchange(dtype, mesh=mesh, tp=tp, keeps_gradients=keeps_gradients)
-    model.register_forward_pre_hook(exchange.begin_forward)
-    model.register_forward_hook(exchange.end_forward)
+    unsharded = _unsharded[model] = UnshardedParameters(dtype, mesh=mesh, tp=tp, keeps_gradients=keeps_gradients)
+    model.register_forward_pre_hook(unsharded.begin_forward)
+    model.register_forward_hook(unsharded.end_forward)
+
+
+def unsharded_parameters(model: nn.Module) -> "UnshardedParameters | None":
+    """Returns what apply_unsharded() gave a model; None for a model of FSDP, or one whose parameters are plain."""
+    return _unsharded.get(model)
 
 
 @contextmanager
-def plain_parameters(models: Iterable[nn.Module]) -> Iterator[None]:
+def unwrapped_parameters(models: Iterable[nn.Module]) -> Iterator[None]:
     """Lets models that apply_unsharded() changed hold plain parameters through several forwards and backwards."""
-    exchanges = [(model, exchange) for model in models if (exchange := _exchanges.get(model)) is not None]
-    for model, exchange in exchanges:
-        exchange.begin(model, is_held=True)
+    unsharded = [(model, of_model) for model in models if (of_model := _unsharded.get(model)) is not None]
+    for model, of_model in unsharded:
+        of_model.begin(model, is_held=True)
     try:
         yield
     except BaseException:
-        for _, exchange in exchanges:  # without collectives, in which other ranks may not take part
-            exchange.restore()
+        for _, of_model in unsharded:  # without collectives, in which other ranks may not take part
+            of_model.restore()
         raise
-    for _, exchange in exchanges:
-        exchange.end()
+    for _, of_model in unsharded:
+        of_model.end()
 
 
-def set_last_backward(model: nn.Module, is_last: bool) -> None:
-    """Says whether the next backward is the last of a step, during which sums over replicas start."""
-    if (exchange := _exchanges.get(model)) is not None:
-        exchange.set_last(is_last)
+class UnshardedParameters:
+    """Replaces the DTensors of a model by plain parameters while it computes, and sums their gradients.
 
-
-def collect_gradients(model: nn.Module) -> None:
-    """Takes the gradients that torch assigns to parameters, as a pipeline does in split backwards."""
-    if (exchange := _exchanges.get(model)) is not None:
-        exchange.collect()
-
-
-class _Exchange:
-    """Exchanges the DTensors of a model with plain parameters and back."""
+    step    begin()    forward, backward ...    end()
+    holds   DTensors | plain parameters        | DTensors with gradients
+    """
 
     def __init__(self, dtype: torch.dtype, *, mesh: DeviceMesh, tp: DeviceMesh | None, keeps_gradients: bool):
         self.is_last = True
@@ -227,9 +224,9 @@ class _Exchange:
         """Returns the gradients of several parameters as one tensor, of which they are parts from now on."""
         totals = [self._sums[parameter] for parameter in parameters]
         together = torch.cat([total.reshape(-1) for total in totals])
-        pieces = together.split([total.numel() for total in totals])
-        for parameter, total, piece in zip(parameters, totals, pieces, strict=True):
-            self._sums[parameter] = piece.view_as(total)
+        parts = together.split([total.numel() for total in totals])
+        for parameter, total, part in zip(parameters, totals, parts, strict=True):
+            self._sums[parameter] = part.view_as(total)
         return together
 
 

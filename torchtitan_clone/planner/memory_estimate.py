@@ -20,7 +20,7 @@ from torchtitan_clone.planner.work import (
     shape_of,
     sharded_groups,
 )
-from torchtitan_clone.run.plan import RunPlan, is_without_fsdp, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.plan import RunPlan, is_without_fsdp, loss_chunk_tokens, sharding_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
         )
     gradients, reduction = tensor, largest * (shape.itemsize + reduced)
     if is_without_fsdp(plan):
-        gradients, reduction = tensor if not keeps_gradients(plan) else shards * shape.itemsize, 0.0
+        gradients, reduction = tensor if not sharding_options(plan).keeps_gradients else shards * shape.itemsize, 0.0
     return max(
         MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again)),
         MemoryEstimate(state=3 * tensor + gradients, gathered=gathered + reduction, activations=again),

@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan_clone.config import Config, ConfigError, Degrees
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.ops.weight_use import VECTOR, UsesWeights, WeightUse
-from torchtitan_clone.run.plan import RunPlan, fsdp_blocks_per_group
+from torchtitan_clone.run.plan import RunPlan, sharding_options
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention backward, in those of its forward: it computes the scores again. Source: arXiv 2307.08691."""
@@ -317,7 +317,7 @@ def sharded_groups(layer: Layer, *, degrees: Degrees) -> Sequence[Sharded]:
 
 def blocks_together(plan: RunPlan, *, layers: int) -> float:
     """Returns how many of so many layers of a stage FSDP gathers together, on average: sizes differ by at most one."""
-    return layers / -(-layers // fsdp_blocks_per_group(plan)) if layers else 1.0
+    return layers / -(-layers // sharding_options(plan).blocks_per_group) if layers else 1.0
 
 
 def fsdp_group(elements: float, *, degrees: Degrees) -> Sharded:

@@ -24,7 +24,7 @@ from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import set_up_compile
-from torchtitan_clone.run.plan import RunPlan, fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.plan import RunPlan, loss_chunk_tokens, sharding_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +207,8 @@ def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
     apply_parallelism(
         model, modules=plan.stages.modules[stage], frozen=plan.frozen_modules, mesh=mesh,
         tensor_plan=plan.spec.tensor_plan(plan.model_args), kept_operations=plan.spec.kept_operations,
-        convert=partial(_convert, plan=plan), training=config.training, keeps_gradients=keeps_gradients(plan),
-        blocks_per_group=fsdp_blocks_per_group(plan), parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint, compile=config.compile,
+        convert=partial(_convert, plan=plan), training=config.training, sharding=sharding_options(plan),
+        parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint, compile=config.compile,
     )  # fmt: skip
     use_kernels(model)
     return model

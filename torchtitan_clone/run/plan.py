@@ -24,7 +24,7 @@ from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.observe.logging import logger
 from torchtitan_clone.ops.kernels import has_bfloat16_units
-from torchtitan_clone.parallel.fsdp import requests_fsdp
+from torchtitan_clone.parallel.fsdp import ShardingOptions, requests_fsdp
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
 
@@ -466,7 +466,16 @@ _GROUP_BYTES = 16 << 20
 """Bytes of weights of a group of blocks on a CPU, at most: of small ones, collectives cost more than their bytes do."""
 
 
-def fsdp_blocks_per_group(plan: RunPlan) -> int:
+def sharding_options(plan: RunPlan) -> ShardingOptions:
+    """Returns how FSDP groups blocks, and whether gradients stay in the data type of backward.
+
+    They do on a single rank without FSDP, except in a replica group, which adds them up.
+    """
+    keeps_gradients = is_without_fsdp(plan) and not plan.config.fault_tolerance.enable
+    return ShardingOptions(blocks_per_group=_blocks_per_group(plan), keeps_gradients=keeps_gradients)
+
+
+def _blocks_per_group(plan: RunPlan) -> int:
     """Returns how many blocks FSDP shards together: parallelism.fsdp_blocks_per_group, or what suits the device."""
     parallelism, training = plan.config.parallelism, plan.config.training
     if parallelism.fsdp_blocks_per_group != -1:
@@ -479,11 +488,6 @@ def fsdp_blocks_per_group(plan: RunPlan) -> int:
             elements[name.split(".")[1]] += parameter.numel()
     size = max(elements.values()) * getattr(torch, training.mixed_precision_param).itemsize
     return max(1, _GROUP_BYTES * plan.degrees.tp // size)
-
-
-def keeps_gradients(plan: RunPlan) -> bool:
-    """Returns whether gradients stay in the data type of backward, which no replica group adds up."""
-    return is_without_fsdp(plan) and not plan.config.fault_tolerance.enable
 
 
 def is_without_fsdp(plan: RunPlan) -> bool:

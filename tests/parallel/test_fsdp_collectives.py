@@ -12,7 +12,7 @@ from tests.support.trainers import open_trainer
 from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.config import load_config
 from torchtitan_clone.cpu.shared_memory import connect
-from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
+from torchtitan_clone.parallel.fsdp import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.loaders import open_loaders
