@@ -261,17 +261,19 @@ class Trainer:
         grad_norm, *own = engine.read(norm, output)
         is_overdue = self._launch.rank == 0 and self._checkpoints.is_overdue()
         stops, overdue, *sums = sum_over_ranks([self._stop.is_wanted_here(), is_overdue, *own])
-        totals = engine.totals(replicas.sum(sums))
+        mean_norm, *sums = replicas.sum([grad_norm / replicas.num_replicas, *sums])
+        totals = engine.totals(sums)
         healthy = math.isfinite(totals.loss) and math.isfinite(grad_norm)
         committed = replicas.commit(healthy=healthy)
+        is_spike = healthy and committed and state.is_spike(step, loss=totals.loss, grad_norm=mean_norm)
         if not healthy:
             state.count_skip(step, loss=totals.loss, grad_norm=grad_norm)
-        elif committed:
+        elif committed and not is_spike:
             self._checkpoints.wait_for_staging()
             engine.optimizer_step(totals, grad_norm=grad_norm)
         engine.optimizer.zero_grad()
         if committed:
-            state.advance(step=step, tokens=engine.plan.tokens_per_step, skipped=not healthy)
+            state.advance(step=step, tokens=engine.plan.tokens_per_step, skipped=is_spike or not healthy)
             committed = replicas.complete_step()
         return StepResult(
             step=step,

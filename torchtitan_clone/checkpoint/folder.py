@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from torchtitan_clone.checkpoint.writer import ALGORITHMS, DIGEST, DIGESTS, Bytes, FileRecord, digest_of, write_file
@@ -65,6 +65,13 @@ class Progress:
     tokens_seen: int
     skipped_steps: int
     data: Mapping[str, object]
+    spikes: Mapping[str, object] = field(default_factory=dict[str, object])
+    """The steps that the next one is compared with, {} where nothing is done about spikes."""
+
+    def to_json(self) -> dict[str, object]:
+        """Returns this as data that JSON can hold; without `spikes` if it is {}, as before there were any."""
+        content = asdict(self)
+        return content if self.spikes else {key: value for key, value in content.items() if key != "spikes"}
 
 
 NOTHING_DONE = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
@@ -287,13 +294,15 @@ def read_progress(folder: Path, *, manifest: Manifest | None = None) -> Progress
 
 def parse_progress(value: Value) -> Progress:
     """Returns the progress that a document holds; DocumentError if a value has another type or range."""
-    content = value.table("step", "tokens_seen", "skipped_steps", "data")
+    optional = ["spikes"] if "spikes" in value.plain_entries() else []
+    content = value.table("step", "tokens_seen", "skipped_steps", "data", *optional)
     step = content["step"].integer(high=10**_MAX_DIGITS - 1)
     return Progress(
         step=step,
         tokens_seen=content["tokens_seen"].integer(),
         skipped_steps=content["skipped_steps"].integer(high=step),
         data=check_position(content["data"]),
+        spikes=content["spikes"].plain_entries() if optional else {},
     )
 
 

@@ -360,7 +360,7 @@ def finalize(
     partial: Path, final: Path, *, files: dict[str, FileRecord], extra_files: Mapping[str, str], progress: Progress
 ) -> None:
     """Adds all other files to the files of tensors, the manifest last, and commits."""
-    for name, text in {**extra_files, PROGRESS_FILE: json.dumps(asdict(progress), indent=1)}.items():
+    for name, text in {**extra_files, PROGRESS_FILE: json.dumps(progress.to_json(), indent=1)}.items():
         files[name] = write_file(partial / name, [text.encode()])
     write_manifest(partial, step=progress.step, files=files)
     commit(partial, final)

@@ -117,6 +117,15 @@ class Training:
     the power of two with logits of at most 256 MiB, at least 1,024, or on a CPU of at most 128 MiB, 512 to 1,024."""
     max_skipped_steps: StepsOrZero = 10
     """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
+    on_spike: Literal["none", "skip"] = "none"
+    """What to do in a step whose loss or gradient norm is far above those of the last steps: nothing, or leave weights
+    and optimizer state as they are."""
+    spike_window: Annotated[int, Range(4, 10**5)] = 128
+    """Number of last steps that a step is compared with; none is a spike before half as many."""
+    spike_sigma: Annotated[float, Range(1.0, 1e6)] = 6.0
+    """Standard deviations above the mean of these steps, past which a step is a spike."""
+    spike_patience: Steps = 10
+    """Number of spikes in a row after which their level counts as normal."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the master weights and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -1,16 +1,8 @@
 """The state of a run: what checkpoints save and replica groups recover, when it is saved, and what came of it."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from torchtitan_clone.observe.by_source import Totals
-
-if TYPE_CHECKING:
-    from torch import Tensor
-from collections.abc import Callable
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,11 +12,13 @@ from torchtitan_clone.checkpoint.folder import Progress, parse_progress
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.data import Loader
 from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.observe.by_source import Totals
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.observe.records import SAVED
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaGroup
 from torchtitan_clone.run.engine import Engine
+from torchtitan_clone.run.spikes import SpikeWindow
 from torchtitan_clone.run.stopping import StopPolicy, Timeouts
 
 logger = logging.getLogger("torchtitan_clone")
@@ -42,7 +36,7 @@ class StepResult:
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
-    loads: Mapping[str, "Tensor"]
+    loads: Mapping[str, Tensor]
     """Tokens [E] of each expert by router, fp64."""
     by_source: Mapping[str, Totals]
     data_seconds: float
@@ -151,7 +145,27 @@ class RunState:
             tokens_seen=self.progress.tokens_seen + tokens,
             skipped_steps=self.progress.skipped_steps + skipped,
             data={},
+            spikes=self.progress.spikes,
         )
+
+    def is_spike(self, step: int, *, loss: float, grad_norm: float) -> bool:
+        """Returns whether a step with finite values is a spike that is to be skipped, and compares later ones with it.
+
+        Equal on all ranks and replica groups, whose values are equal.
+        """
+        options = self.engine.plan.config.training
+        if options.on_spike == "none":
+            return False
+        timeline = self.engine.plan.mixture and self.engine.plan.mixture.timeline
+        batch = self.loader.next_batch_number
+        window = SpikeWindow.from_json(self.progress.spikes)
+        window = window.in_stage(timeline.stage_index(batch=batch)) if timeline and batch else window
+        spike = window.find_spike(loss=loss, grad_norm=grad_norm, options=options)
+        later = window.after(loss=loss, grad_norm=grad_norm, is_spike=spike is not None, options=options)
+        self.progress = replace(self.progress, spikes=later.to_json())
+        if spike is not None and dist.get_rank() == 0:
+            logger.warning("step %d is a spike: %s; it is skipped and the weights are unchanged", step, spike)
+        return spike is not None
 
     def count_skip(self, step: int, *, loss: float, grad_norm: float) -> None:
         """Counts a step whose loss or gradient norm is not finite. TrainingError past training.max_skipped_steps."""
@@ -179,13 +193,14 @@ class RunState:
             self.was_recovered = True
             try:
                 self.progress = parse_progress(Value(metadata, where="the state of another replica group"))
+                SpikeWindow.from_json(self.progress.spikes)
             except DocumentError as error:
                 raise TrainingError(f"cannot recover from another replica group: {error}") from None
             self.loader.load_state_dict(self.progress.data, allow_change=False)
 
         return RecoveryState(
             tensors={name: local_shard(tensor) for name, tensor in self.tensors().items()},
-            metadata=lambda: asdict(self.progress_with_data()),
+            metadata=lambda: self.progress_with_data().to_json(),
             load_from_peer=load_from_peer,
             stream_positions=lambda: self.loader.stream_positions,
             # `loader` is replaced when the phase changes.
