@@ -77,7 +77,8 @@ def test_held_out_text_that_fills_no_row_is_no_perfect_loss(corpus, tmp_path):
 def test_the_next_token_of_logits_with_nan_is_in_the_vocabulary():
     next_tokens = NextTokens(2, device=torch.device("cpu"))
     hidden_BTD = torch.tensor([[[torch.nan, 0.0]], [[1.0, 0.0]]])
-    next_tokens(hidden_BTD, torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]), torch.tensor([[0], [1]]))
+    targets_BT, rows_BT = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[0], [1]])
+    next_tokens(hidden_BTD, torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]), targets_BT, rows_BT)
     assert next_tokens.tokens_B.tolist() == [0, 2]
 
 
