@@ -1,6 +1,8 @@
-"""The packages that the core never imports: it finds each by name, and trains without it.
+"""Doors to the packages that the core never imports: it finds each by name, and trains without it.
 
-A door is closed where its package is missing, or by an environment variable: `TORCHTITAN_CLONE_CPU=0`.
+A *door* is a module of such a package with the functions that a Protocol of the core describes: `CPU.attend(...)` where
+`CPU = doors.find("cpu")` is not None, and torch's own attention otherwise. It is closed where
+its package is missing, or by an environment variable: `TORCHTITAN_CLONE_CPU=0`.
 """
 
 import os

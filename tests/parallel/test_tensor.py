@@ -13,7 +13,7 @@ from tests.support.harness import run_ranks
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.models.plan import Columns, Rows
+from torchtitan_clone.models.plan import ColwiseGather, RowwiseScatter
 from torchtitan_clone.ops.layers import Linear
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel
@@ -83,7 +83,7 @@ def two_layers(up, down):
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     with process_group(Comm(), launch=Launch.from_environment(), device=torch.device("cpu")):
         mesh = init_device_mesh("cpu", (2,))
-        parallelize_module(model, mesh, {"": Columns("up"), "down": Rows()})
+        parallelize_module(model, mesh, {"": ColwiseGather("up"), "down": RowwiseScatter()})
         model.zero_grad()
         seen = []
         for layer in (model.up, model.down):

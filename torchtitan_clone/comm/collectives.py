@@ -92,7 +92,7 @@ def moves_in_background(x: Tensor) -> bool:
     return _TRANSPORT is not None and x.numel() * x.element_size() <= _TRANSPORT.MOST_BYTES_AT_ONCE
 
 
-def takes_messages(x: Tensor) -> bool:
+def uses_messages(x: Tensor) -> bool:
     """Whether ranks exchange this tensor by messages: on a CPU, and not in a simulated run, which is one of a GPU."""
     return x.device.type == "cpu" and (torch.compiler.is_compiling() or not is_fake(x))
 

@@ -56,7 +56,7 @@ def count_experts(experts: Tensor, *, num_experts: int, is_counted: Tensor | Non
     return counts.scatter_add_(-1, experts, is_counted)  # bincount has no kernel for the meta device
 
 
-class CountInBackward(torch.autograd.Function):
+class TokenCounter(torch.autograd.Function):
     """Returns the scores, and counts the chosen experts when their gradient is computed.
 
     Backward runs exactly once for each token that is trained: recomputed forwards and validation do not count. Nor do

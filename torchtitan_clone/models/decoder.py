@@ -194,9 +194,9 @@ class Decoder(nn.Module):
         # By number, which torch.compile can trace: the distinct settings, and those of each layer.
         kinds = args.layer_kinds()
         settings = list(dict.fromkeys(kind.positions for kind in kinds))
-        self._reaches = list(dict.fromkeys((kind.window, kind.chunk) for kind in kinds))
+        self._limits = list(dict.fromkeys((kind.window, kind.chunk) for kind in kinds))
         self._kinds = [
-            (settings.index(kind.positions), self._reaches.index((kind.window, kind.chunk))) for kind in kinds
+            (settings.index(kind.positions), self._limits.index((kind.window, kind.chunk))) for kind in kinds
         ]
         self.rotary = nn.ModuleList(Rotary(setting) for setting in settings)
         self.init_buffers()
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         h_BTD, *embedded = self._embed(tokens_BT, targets_BT, later_BKT)
         masks = [
             self.attention_mask(documents_BT, positions_BT, window=window, chunk=chunk, dtype=h_BTD.dtype)
-            for window, chunk in self._reaches
+            for window, chunk in self._limits
         ]
         contexts = [(ropes[rope], masks[mask]) for rope, mask in self._kinds]
         if self.auxiliary and sums_A is None:

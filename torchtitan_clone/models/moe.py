@@ -18,7 +18,7 @@ from torchtitan_clone.interfaces import RowShards, TokenExchange
 from torchtitan_clone.models.balancing import (
     BATCH,
     SEQUENCE,
-    CountInBackward,
+    TokenCounter,
     Z,
     auxiliary_sums,
     count_experts,
@@ -161,7 +161,7 @@ class Router(nn.Module):
         experts_BTK = self._in_turn(ranked_BTE) if self.is_forced else self._choose(ranked_BTE)
         scores_BTK = scores_BTE.gather(-1, experts_BTK)
         if torch.is_grad_enabled():
-            scores_BTK = cast("Tensor", CountInBackward.apply(scores_BTK, experts_BTK, is_context_BT, self.counts_E))
+            scores_BTK = cast("Tensor", TokenCounter.apply(scores_BTK, experts_BTK, is_context_BT, self.counts_E))
         if args.normalize_scores:
             scores_BTK = scores_BTK / (scores_BTK.sum(dim=-1, keepdim=True) + 1e-20)
         sums_A = auxiliary_sums(

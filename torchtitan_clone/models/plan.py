@@ -28,8 +28,8 @@ def decoder_styles() -> dict[str, ParallelStyle]:
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "layers.*.attention_norm": REPLICATED,
-        "layers.*.attention": Columns("wq", "wk", "wv"),
-        "layers.*.attention.wo": Rows(),
+        "layers.*.attention": ColwiseGather("wq", "wk", "wv"),
+        "layers.*.attention.wo": RowwiseScatter(),
         "layers.*.ffn_norm": REPLICATED,
         **_feed_forward_styles("layers.*.feed_forward"),
         "norm": SequenceParallel(),
@@ -38,7 +38,7 @@ def decoder_styles() -> dict[str, ParallelStyle]:
 
 def _feed_forward_styles(name: str) -> dict[str, ParallelStyle]:
     """Returns styles for a SwiGLU of that name."""
-    return {name: Columns("w1", "w3"), f"{name}.w2": Rows()}
+    return {name: ColwiseGather("w1", "w3"), f"{name}.w2": RowwiseScatter()}
 
 
 def qk_norm_styles() -> dict[str, ParallelStyle]:
@@ -51,16 +51,16 @@ def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyl
 
     Each rank computes the latents of its own tokens; the latents are gathered, which are smaller than hidden states.
     """
-    with_latent = {"wq_a": REPLICATED, "q_norm": REPLICATED, "wq_b": Columns()}
+    with_latent = {"wq_a": REPLICATED, "q_norm": REPLICATED, "wq_b": ColwiseGather()}
     styles: dict[str, ParallelStyle] = {
-        **(with_latent if has_query_latent else {"wq": Columns()}),
+        **(with_latent if has_query_latent else {"wq": ColwiseGather()}),
         "wkv_a": REPLICATED,
         "kv_norm": REPLICATED,
-        "wkv_b": Columns(),
+        "wkv_b": ColwiseGather(),
         "shared_key": PrepareModuleOutput(
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
         ),
-        "wo": Rows(),
+        "wo": RowwiseScatter(),
     }
     return {f"layers.*.attention.{name}": style for name, style in styles.items()}
 
@@ -115,7 +115,7 @@ class Distributed(ModuleStyle, ParallelStyle):
 REPLICATED = Distributed(Replicate())
 
 
-class Columns(ModuleStyle, ParallelStyle):
+class ColwiseGather(ModuleStyle, ParallelStyle):
     """Gathers the tokens of the first argument, and shards the linear layers of these names by output features.
 
     Layers of this package compute with plain tensors, since DTensor takes time for each operation; those of another
@@ -139,18 +139,18 @@ class Columns(ModuleStyle, ParallelStyle):
         for layer in layers:
             parallelize_module(layer, device_mesh, Distributed(Shard(0)) if is_plain else ColwiseParallel())
             if is_plain:
-                cast("Linear", layer).takes_shard = layer.bias is None
+                cast("Linear", layer).holds_shard = layer.bias is None
         return module
 
 
-class Rows(ModuleStyle, ParallelStyle):
+class RowwiseScatter(ModuleStyle, ParallelStyle):
     """Shards a linear layer by input features; the results of the ranks are summed and sharded by tokens."""
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not Linear:
             return parallelize_module(module, device_mesh, RowwiseParallel(output_layouts=Shard(1)))
         distribute_parameters(module, device_mesh, lambda name: Shard(1) if name == "weight" else Replicate())
-        module.takes_shard = module.bias is None
+        module.holds_shard = module.bias is None
         # torch's annotations lack the result of the hook.
         return distribute_module(module, device_mesh, output_fn=cast("Callable[..., None]", _sum_and_shard))
 

@@ -102,7 +102,7 @@ class _GatedLinear(torch.autograd.Function):
 class Linear(nn.Linear):
     """nn.Linear. Without gradients it returns what F.linear does, which with gradients may differ by rounding."""
 
-    takes_shard = False
+    holds_shard = False
     """Whether the weight may be replaced by this rank's shard, a plain tensor, while the module computes."""
 
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:

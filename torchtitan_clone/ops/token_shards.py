@@ -8,22 +8,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.comm.collectives import all_gather, reduce_scatter, takes_messages
+from torchtitan_clone.comm.collectives import all_gather, reduce_scatter, uses_messages
 from torchtitan_clone.torch_compat import process_group_of, wait_tensor
 
 
 def gather_tokens(shard_BtD: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns the tokens [B, T, D] of all ranks, which hold equally many; gradients are summed over the ranks."""
-    return _Exchange.apply(shard_BtD, True, mesh.size(), mesh.get_group().group_name)
+    return _ExchangeTokens.apply(shard_BtD, True, mesh.size(), mesh.get_group().group_name)
 
 
 def sum_and_shard_tokens(part_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns this rank's tokens [B, t, D] of the sum over the ranks; T must be a multiple of their number."""
-    return _Exchange.apply(part_BTD, False, mesh.size(), mesh.get_group().group_name)
+    return _ExchangeTokens.apply(part_BTD, False, mesh.size(), mesh.get_group().group_name)
 
 
 def _exchange(x: Tensor, gathers: bool, ranks: int, group_name: str) -> Tensor:
-    if takes_messages(x):
+    if uses_messages(x):
         exchange = _compiled_exchange if torch.compiler.is_compiling() else _exchange_by_messages
         return exchange(x, gathers, ranks, group_name)
     if gathers:
@@ -47,7 +47,7 @@ def _empty(x: Tensor, gathers: bool, ranks: int, _group_name: str) -> Tensor:
     return x.new_empty(len(x), x.shape[1] * ranks if gathers else x.shape[1] // ranks, *x.shape[2:])
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeTokens(torch.autograd.Function):
     """Gathers tokens in forward and sums them in backward, or the other way around."""
 
     @staticmethod

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_clone.comm.collectives import start_exchange, takes_messages
+from torchtitan_clone.comm.collectives import start_exchange, uses_messages
 from torchtitan_clone.ops.dtensor_shards import Region
 from torchtitan_clone.torch_compat import shard_bounds
 
@@ -138,7 +138,7 @@ class MatrixExchange:
         ranks = dist.get_process_group_ranks(group)
         sent = [torch.cat(outgoing[each]) if each in outgoing else like.new_empty(0) for each in ranks]
         received = [like.new_empty(sum(prod(route.shape) for route in incoming.get(each, ()))) for each in ranks]
-        if takes_messages(like):
+        if uses_messages(like):
             to, source = ([(i, x) for i, x in enumerate(each) if x.numel()] for each in (sent, received))
             wait = start_exchange(to, source, group=group, collective="all_to_all").wait if to or source else _nothing
         else:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone.comm import collectives
-from torchtitan_clone.comm.collectives import all_gather, others, reduce_scatter, takes_messages
+from torchtitan_clone.comm.collectives import all_gather, others, reduce_scatter, uses_messages
 from torchtitan_clone.comm.tracing import COMMUNICATING_OPERATIONS
 from torchtitan_clone.ops import attention as masks
 from torchtitan_clone.ops.attention import KERNELS, AttentionModule, OnHost, moved
@@ -121,7 +121,7 @@ def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Te
 
 def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     arriving = torch.empty_like(x)
-    if takes_messages(x):
+    if uses_messages(x):
         target, source = to % group.size(), source % group.size()
         return arriving, [
             collectives.start_exchange([(target, x)], [(source, arriving)], group=group, collective="send")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtitan_clone.comm.collectives import others, start_exchange, takes_messages
+from torchtitan_clone.comm.collectives import others, start_exchange, uses_messages
 from torchtitan_clone.ops.permutation import Permute, inverse
 from torchtitan_clone.parallel.context import Method, local_tokens
 from torchtitan_clone.torch_compat import is_fake, sum_over_group
@@ -135,7 +135,7 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, *, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
-    if takes_messages(rows):
+    if uses_messages(rows):
         rank = group.rank()
         parts, arriving = rows.contiguous().split(sent), out.split(received)
         arriving[rank].copy_(parts[rank])

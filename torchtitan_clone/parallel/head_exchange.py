@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.comm.collectives import exchange_parts, exchange_slices, takes_messages
+from torchtitan_clone.comm.collectives import exchange_parts, exchange_slices, uses_messages
 from torchtitan_clone.ops.attention import OnHost
 from torchtitan_clone.torch_compat import process_group_of
 
@@ -49,15 +49,15 @@ class HeadExchange(nn.Module):
 
 def gather_tokens(by_heads: Sequence[Tensor], *, group: dist.ProcessGroup) -> Sequence[Tensor]:
     """Returns [B, R T, n, H] of tensors [B, T, R n, H] in one exchange: rank r receives the r-th slice of the heads."""
-    return _Exchange.apply(group.group_name, group.size(), True, *by_heads)
+    return _ExchangeHeads.apply(group.group_name, group.size(), True, *by_heads)
 
 
 def gather_heads(x_BSnH: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Returns [B, T, R n, H] of a tensor [B, R T, n, H]: rank r receives its tokens."""
-    return _Exchange.apply(group.group_name, group.size(), False, x_BSnH)[0]
+    return _ExchangeHeads.apply(group.group_name, group.size(), False, x_BSnH)[0]
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeHeads(torch.autograd.Function):
     """gather_tokens(), or gather_heads() of several tensors: each computes the gradients of the other."""
 
     @staticmethod
@@ -73,7 +73,7 @@ class _Exchange(torch.autograd.Function):
 def _exchange(tensors: Sequence[Tensor], group_name: str, ranks: int, gathers_tokens: bool) -> list[Tensor]:
     dim = 2 if gathers_tokens else 0
     parts_RTBnH = [x.transpose(0, 1).unflatten(dim, (ranks, -1)).movedim(dim, 0) for x in tensors]
-    if takes_messages(tensors[0]) and not torch.compiler.is_compiling():
+    if uses_messages(tensors[0]) and not torch.compiler.is_compiling():
         received_RTBnH = exchange_parts(parts_RTBnH, group=process_group_of(group_name))
     else:  # in one tensor, which a compiled block writes together with what it computes
         joint = _exchange_slices(torch.cat(parts_RTBnH, dim=3), group_name, ranks)
@@ -84,7 +84,7 @@ def _exchange(tensors: Sequence[Tensor], group_name: str, ranks: int, gathers_to
 
 
 def _exchange_slices(x: Tensor, group_name: str, ranks: int) -> Tensor:
-    if takes_messages(x):
+    if uses_messages(x):
         return exchange_slices(x, group_name)
     sizes = [1] * ranks
     return torch_compat.wait_tensor(torch_compat.all_to_all(x.contiguous(), sizes, sizes, group_name))

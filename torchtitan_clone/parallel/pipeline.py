@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_clone.comm.collectives import moves_in_background, start_exchange, takes_messages
+from torchtitan_clone.comm.collectives import moves_in_background, start_exchange, uses_messages
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Parallelism
 from torchtitan_clone.ops.attention import OnHost
@@ -103,7 +103,7 @@ def _as_messages(operations: list[dist.P2POp]) -> list[dist.P2POp]:
     """Makes operations on a CPU exchange messages, except large ones, which gloo moves while both ranks compute."""
     for operation in operations:
         tensor = operation.tensor
-        if takes_messages(tensor) and moves_in_background(tensor):
+        if uses_messages(tensor) and moves_in_background(tensor):
             collective = "send" if operation.op is dist.isend else "recv"
             start = partial(_start_message, tensor, operation.group_peer, operation.group, collective)
             operation.op = update_wrapper(start, operation.op)  # torch logs its name

@@ -136,7 +136,7 @@ class UnshardedParameters:
         plain: dict[nn.Parameter, nn.Parameter] = {}
         for module, name, parameter in parameters:
             if parameter not in plain:
-                is_local = isinstance(module, Linear) and module.takes_shard
+                is_local = isinstance(module, Linear) and module.holds_shard
                 plain[parameter] = self._plain(parameter, shards[parameter], is_local=is_local)
             self._kept.append((module, name, parameter, plain[parameter]))
             module._parameters[name] = plain[parameter]

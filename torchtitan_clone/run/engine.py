@@ -63,7 +63,7 @@ class Engine:
             plan=plan,
             mesh=mesh,
             device=device,
-            source_sums=self.source_sums if plan.mixture else None,
+            source_sums=self.source_sums,
             loss_fn=loss_fn,
         )
         if config.compile.cuda_graph and device.type == "cuda":
@@ -91,8 +91,9 @@ class Engine:
     def begin_step(self, step: int) -> None:
         """Sets the learning rate of a step, and forgets the tokens of a backward that belongs to none, as a warm-up."""
         self.optimizer.set_lr_factor(self._lr_factor(step))
-        self._loads.reset()
-        self.source_sums.reset()
+        for sums in (self._loads, self.source_sums):
+            if sums is not None:
+                sums.reset()
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm [] of the gradients, fp32. A collective."""
@@ -103,7 +104,8 @@ class Engine:
         is_leader = self.mesh.is_loss_leader
         # With CPU offload the norm is not on the device of the loss.
         scalars = torch.stack([norm.to(self.device), output.loss, *output.auxiliary.values()])
-        sums = [self._loads.own(self.device), self.source_sums.own(counts=is_leader)]
+        sums = [] if self._loads is None else [self._loads.own(self.device)]
+        sums += [] if self.source_sums is None else [self.source_sums.own(counts=is_leader)]
         # fp64 holds fp32 and counts exactly.
         grad_norm, loss, *others = torch.cat([each.double() for each in (scalars, *sums)]).tolist()
         terms, own = others[: len(output.auxiliary)], others[len(output.auxiliary) :]
@@ -117,12 +119,13 @@ class Engine:
         """Returns what the sums over all ranks of read(), less its norm, mean."""
         names = list(self.model_parts[0].auxiliary)
         loss, *others = sums
-        ends = len(names), len(others) - self.source_sums.size
+        loads, sources = self._loads, self.source_sums
+        ends = len(names), len(others) - (0 if sources is None else sources.size)
         return StepTotals(
             loss=loss,
             auxiliary=dict(zip(names, others[: ends[0]], strict=True)),
-            loads=self._loads.by_router(others[ends[0] : ends[1]]),
-            by_source=self.source_sums.by_source(others[ends[1] :]),
+            loads={} if loads is None else loads.by_router(others[ends[0] : ends[1]]),
+            by_source={} if sources is None else sources.by_source(others[ends[1] :]),
         )
 
     def optimizer_step(self, totals: StepTotals, *, grad_norm: float) -> None:
@@ -130,7 +133,8 @@ class Engine:
 
         Gradients, whose norm is given, are scaled to at most training.max_norm.
         """
-        self._loads.update(totals.loads)  # first: its copies from the host would wait for the optimizer
+        if self._loads is not None:
+            self._loads.update(totals.loads)  # first: its copies from the host would wait for the optimizer
         self.optimizer.step(factor=clipping_factor(grad_norm, max_norm=self.plan.config.training.max_norm))
         if self.plan.spec.after_step is not None:
             with torch.no_grad():
@@ -152,19 +156,22 @@ def _head_rows(model_parts: Sequence[Decoder]) -> dict[str, int]:
     }
 
 
-def _build_source_sums(plan: RunPlan, *, device: torch.device) -> SourceSums:
-    names = [] if plan.mixture is None else plan.mixture.names
-    sizes = plan.tokenizer.byte_lengths() if names else []
-    return SourceSums(names, bytes_V=torch.tensor(sizes, dtype=torch.int32), device=device)
+def _build_source_sums(plan: RunPlan, *, device: torch.device) -> SourceSums | None:
+    """Returns the sums of losses by source; None without a mixture."""
+    if plan.mixture is None:
+        return None
+    bytes_V = torch.tensor(plan.tokenizer.byte_lengths(), dtype=torch.int32)
+    return SourceSums(plan.mixture.names, bytes_V=bytes_V, device=device)
 
 
-def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoads:
+def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoads | None:
+    """Returns the tokens by expert of all routers; None for a model without them."""
     suffix = ".router.weight"
     sizes = {
         name.removesuffix(".weight"): len(weight) for name, weight in plan.parameters.items() if name.endswith(suffix)
     }
     routers = {name: module for name, module in named_modules(model_parts).items() if isinstance(module, Router)}
-    return ExpertLoads(routers=routers, sizes=sizes)
+    return ExpertLoads(routers=routers, sizes=sizes) if sizes else None
 
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:

@@ -81,7 +81,7 @@ def step_columns(result: StepResult, *, state: RunState, seconds: tuple[float, f
         "skipped_steps": state.progress.skipped_steps,  # of the run, for a non-finite loss or gradient norm
         **({} if batch is None else {"batch": batch}),  # number of the global batch in data.stages; of a mixture
         **_prefixed(AUXILIARY, result.auxiliary),  # additional loss terms per target token
-        **_prefixed("router/", load_statistics(result.loads)),  # of the load of experts
+        **_prefixed("router/", load_statistics(result.loads) if result.loads else {}),  # of the load of experts
         **_prefixed("tokens/", tokens),  # tokens that were trained of each source
         **_prefixed("epochs/", epochs),  # how many times each local source was read
         **speed_columns(

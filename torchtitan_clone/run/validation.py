@@ -108,7 +108,9 @@ class Validator:
     def validate(self, engine: Engine, *, timeouts: Timeouts, stops: Callable[[], bool]) -> ValidationResult | None:
         """Returns the mean loss; None if `stops` interrupted it. A collective."""
         assert self.loader is not None
-        engine.source_sums.reset()
+        sources = engine.source_sums
+        if sources is not None:
+            sources.reset()
         loss_sum = torch.zeros((), device=engine.device)
         num_targets = 0
         with torch.no_grad():
@@ -121,7 +123,7 @@ class Validator:
                 if count == engine.plan.config.validation.steps:  # of this phase
                     break
         is_leader = engine.mesh.is_loss_leader
-        own = engine.source_sums.own(counts=is_leader).tolist()
+        own = [] if sources is None else sources.own(counts=is_leader).tolist()
         total, targets, *sums = sum_over_ranks([loss_sum.item() * is_leader, num_targets * is_leader, *own])
-        by_source = self.loader.scale_bytes(engine.source_sums.by_source(sums))
+        by_source = {} if sources is None else self.loader.scale_bytes(sources.by_source(sums))
         return ValidationResult(loss=total / max(1, targets), num_targets=int(targets), by_source=by_source)
