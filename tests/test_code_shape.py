@@ -432,7 +432,7 @@ SHARED_NAMES = {
     "Exchange": "of tokens, of heads and of parameters: three private classes, each in one file",
     "MoEHub": "a family of experts extends that of all",
     "RMSNorm": "the module, and the autograd function in its file",
-    "Route": "of tokens to experts, and of gradients of matrices to the rank that orthogonalizes them",
+    "Route": "of tokens to experts, and of parts of matrices between ranks",
     "Rows": "rows of a batch: of best fit, of micro-batches, of tensor parallelism and of context parallelism",
     "Stage": "of data.stages, and torch's PipelineStage",
     "Stream": "the protocol, and what implements it behind the door cpu",

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.marks import needs_door
+
 pytestmark = pytest.mark.documentation
 ROOT = Path(__file__).parents[1]
 SMALL = "--job.config_file=small.toml"
@@ -102,7 +104,12 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", STEPS)
+PREDICTS = ("fake backend", "switch")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[needs_door("planner")] * (name in PREDICTS)) for name in STEPS]
+)
 def test_a_step_works_or_is_answered_before_torch_is_imported(name: str, clone: Path) -> None:
     step = STEPS[name]
     cleared = {"PYTHONPATH", "CONFIG_FILE", "COMM_MODE", "TRAIN_FILE", "RANK", "WORLD_SIZE"}

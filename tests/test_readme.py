@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import needs_door
 from tests.support.runs import make_corpus, train
 
 pytestmark = pytest.mark.documentation
@@ -167,6 +168,7 @@ def test_python_examples(name, tmp_path, python):
 
 
 @pytest.mark.parametrize("name", TERMINALS)
+@needs_door("torchft")
 def test_replica_groups_in_several_terminals(name, workplace, python):
     """Runs the lighthouse in one terminal, the replica groups in the others."""
     with socket.create_server(("localhost", 0)) as free:

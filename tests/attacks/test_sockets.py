@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.marks import needs_door
 from tests.support.harness import run_ranks
 from tests.support.runs import options, read_json_lines, rows, train
 from tests.support.trainers import train_all
@@ -220,6 +221,7 @@ def last_steps(folder: Path) -> list[int]:
     return [max((row["step"] for row in read_json_lines(file) if "loss" in row), default=0) for file in files]
 
 
+@needs_door("torchft")
 def test_all_sockets_of_replica_groups_on_one_machine_are_on_loopback(replica_groups):
     _, _, processes = replica_groups
     found = [listening_addresses(process.pid) for process in processes]
@@ -227,6 +229,7 @@ def test_all_sockets_of_replica_groups_on_one_machine_are_on_loopback(replica_gr
     assert beyond_loopback(set().union(*found)) == set()
 
 
+@needs_door("torchft")
 def test_the_lighthouse_ends_no_group_for_whoever_asks(replica_groups):
     folder, port, processes = replica_groups
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as browser:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.peer_programs import Work, options_of
+from tests.marks import needs_door
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.support.cluster import Cluster, committed_once
 from tests.support.faults import Fault
@@ -170,6 +171,7 @@ def test_traces_and_memory_snapshots_are_written(corpus, tmp_path):
     assert list((tmp_path / "run" / "memory_snapshot").rglob("*.pickle"))
 
 
+@needs_door("torchft")
 def test_a_replica_group_that_is_killed_heals_from_the_other(corpus, tmp_path):
     """Both on one device, which NCCL does not allow: gradients travel through gloo."""
     pytest.importorskip("torchft")

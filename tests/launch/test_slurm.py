@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm_cluster import INSTALL, Cluster, missing_commands
+from tests.marks import needs_door
 from tests.support.runs import losses, options, train, wait_for_step
 
 REPOSITORY = Path(__file__).parents[2]
@@ -165,6 +166,7 @@ def test_job_without_progress_is_requeued_a_limited_number_of_times(cluster, cor
 
 
 @pytest.mark.slow
+@needs_door("torchft")
 def test_job_array_is_one_run_of_replica_groups(cluster, corpus, tmp_path, expected):
     python, both = [sys.executable, "-u"], "--fault_tolerance.min_replica_size=2"
     command = [*python, REPOSITORY / "scripts" / "lighthouse.py", "--port=0", both]

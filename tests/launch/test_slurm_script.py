@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import needs_door
 from tests.support.runs import options
 
 REPOSITORY = Path(__file__).parents[2]
@@ -96,6 +97,7 @@ def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm(submit, tmp_path):
     assert f"#SBATCH --output='{tmp_path}/runs/at 50%%j/slurm/%j.log'" in done.stdout, done.stderr
 
 
+@needs_door("torchft")
 def test_replica_groups_are_array_tasks(submit):
     done = submit(lighthouse="http://login1:29510", **REPLICA_GROUPS)
     assert "#SBATCH --array=0-2" in done.stdout.splitlines()
@@ -105,6 +107,7 @@ def test_replica_groups_are_array_tasks(submit):
     ("lighthouse", "problem"),
     [("", "$TORCHFT_LIGHTHOUSE is not set"), ("login1:29510", "login1:29510: must be an address")],
 )
+@needs_door("torchft")
 def test_invalid_lighthouse_address_is_a_configuration_error(submit, lighthouse, problem):
     done = submit(lighthouse=lighthouse, **REPLICA_GROUPS)
     assert done.returncode == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.marks import needs_door
 from tests.support.harness import run_ranks
 from tests.support.parity_matrix import PREDICTION
 from tests.support.plain_loop import PlainLoop
@@ -101,6 +102,7 @@ def simulated(argv):
     return plan.parameter_count, plan.stages.modules[-1], stage_parameters(plan), simulate(plan)
 
 
+@needs_door("planner")
 def test_the_simulation_has_the_layers_on_the_last_stage(corpus, tmp_path):
     axes = {
         DEGREE.format("pipeline"): 2, DEGREE.format("tensor"): 2, DEGREE.format("expert"): 2,

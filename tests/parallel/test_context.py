@@ -289,6 +289,7 @@ def test_a_sequence_of_32k_tokens_runs_on_four_ranks(tmp_path):
 
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("method", METHODS)
+@needs_door("planner")
 def test_each_method_sends_only_what_it_must(corpus, tmp_path, method):
     """Compares the bytes over the context axis in one step of one micro-batch with what the method has to send."""
     # Beside a data axis, because torch gives axes of the same ranks one group.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.marks import needs_split_backward
+from tests.marks import needs_door, needs_split_backward
 from tests.support.cluster import Cluster
 from tests.support.faults import Fault, digest
 from tests.support.harness import run_ranks
@@ -239,6 +239,7 @@ def test_a_resume_with_experts_over_other_ranks_continues_balancing(corpus, tmp_
     check(part(1, STEPS), tmp_path / "run", expected, world_size=1)
 
 
+@needs_door("torchft")
 def test_replica_groups_count_the_tokens_of_all_and_of_committed_steps_only(corpus, tmp_path):
     changes = {**MOE, "training__steps": 10, "training__global_batch_size": 12}
     argv = options(corpus, tmp_path / "single", **changes, training__local_batch_size=12)

@@ -5,12 +5,14 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.marks import needs_door
 from tests.support.runs import options, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.describe import one_line_summary, summary
 
 
+@needs_door("planner")
 def test_a_dry_run_prints_how_weights_are_sharded(corpus, tmp_path):
     changes = {"parallelism__tensor_parallel_degree": 2, "training__local_batch_size": 2}
     # Weights are the same in float8, whose package a dry run does not need.
@@ -88,6 +90,7 @@ def test_a_dry_run_counts_steps_without_those_passed_over(corpus, tmp_path):
         ),
     ],
 )
+@needs_door("planner")
 def test_a_dry_run_prints_memory_and_warns_of_values_that_nobody_uses(corpus, tmp_path, changes, warnings):
     argv = options(corpus, tmp_path, **changes)
     code, text = train([*argv, "--dry-run"], log_folder=tmp_path)
@@ -100,6 +103,7 @@ def test_a_dry_run_prints_memory_and_warns_of_values_that_nobody_uses(corpus, tm
         assert any(line.startswith(start) for line in found)
 
 
+@needs_door("planner")
 def test_the_estimate_of_a_dry_run_is_that_of_a_simulation(corpus, tmp_path):
     argv = options(corpus, tmp_path, training__seq_len=512, training__local_batch_size=8)
     _, text = train([*argv, "--dry-run"], log_folder=tmp_path)
@@ -109,6 +113,7 @@ def test_the_estimate_of_a_dry_run_is_that_of_a_simulation(corpus, tmp_path):
     assert float(estimated) == pytest.approx(float(simulated), rel=0.1, abs=0.011)
 
 
+@needs_door("planner")
 def test_a_device_that_is_too_small_is_named(corpus, tmp_path):
     argv = options(corpus, tmp_path, training__local_batch_size=10_000_000, training__global_batch_size=-1)
     _, text = train([*argv, "--dry-run", "--device=h100"], log_folder=tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import needs_door
 from tests.support.harness import run_ranks
 from tests.support.runs import options, train
 from torchtitan_clone.config import ConfigError, load_config
@@ -30,7 +31,13 @@ def lock_as(argv: list[str], replica_ids: list[int], run_names: list[str]) -> st
 
 
 @pytest.mark.parametrize(
-    ("replica_ids", "refused"), [([0, 1], ""), ([1, 1], "run/replica-1"), ([-1, 1], "run"), ([-1, -1], "run")]
+    ("replica_ids", "refused"),
+    [
+        pytest.param([0, 1], "", marks=needs_door("torchft")),
+        pytest.param([1, 1], "run/replica-1", marks=needs_door("torchft")),
+        pytest.param([-1, 1], "run", marks=needs_door("torchft")),
+        ([-1, -1], "run"),
+    ],
 )
 def test_replica_groups_exclude_their_like_and_a_run_without(corpus, tmp_path, replica_ids, refused):
     argv = options(corpus, tmp_path, fault_tolerance__group_size=2)
@@ -41,7 +48,12 @@ def test_replica_groups_exclude_their_like_and_a_run_without(corpus, tmp_path, r
 
 @pytest.mark.parametrize(
     ("replica_ids", "values", "is_refused"),
-    [([-1, -1], {}, True), ([0, 1], {}, False), ([-1, 1], {}, True), ([-1, -1], {"load_only": True}, False)],
+    [
+        ([-1, -1], {}, True),
+        pytest.param([0, 1], {}, False, marks=needs_door("torchft")),
+        pytest.param([-1, 1], {}, True, marks=needs_door("torchft")),
+        ([-1, -1], {"load_only": True}, False),
+    ],
 )
 def test_two_runs_cannot_write_to_one_folder_of_checkpoints(corpus, tmp_path, replica_ids, values, is_refused):
     folder = tmp_path / "checkpoints"
@@ -55,6 +67,7 @@ def test_two_runs_cannot_write_to_one_folder_of_checkpoints(corpus, tmp_path, re
         assert max(answers).endswith("or choose another checkpoint.folder")
 
 
+@needs_door("torchft")
 def test_a_replica_group_recreates_the_lock_of_the_run(corpus, tmp_path):
     config = load_config(options(corpus, tmp_path, fault_tolerance__enable=True, fault_tolerance__group_size=2))
     folder = RunFolder(preflight.resolve(config, world_size=1, device_type="cpu"))

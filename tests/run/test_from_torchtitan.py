@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import needs_door
 from torchtitan_clone.config import ConfigError, read_config
 from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
@@ -123,7 +124,12 @@ def dry_run_of(argv: list[str], *, world_size: int) -> str:
     return summary(plan)
 
 
-@pytest.mark.parametrize("name", FILES)
+def needed(own: dict[str, object]) -> list[pytest.MarkDecorator]:
+    """Returns the marks of a file by its keys."""
+    return [needs_door("torchft")] if own.get("fault_tolerance.enable") else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needed(own)) for name, (_, own) in FILES.items()])
 def test_a_file_is_dry_run_unchanged(name: str) -> None:
     world_size, own = FILES[name]
     text = dry_run(COMMON | own, world_size=world_size)
@@ -168,6 +174,7 @@ def test_fifteen_of_the_seventeen_files_resolve_with_only_paths() -> None:
     }
 
 
+@needs_door("torchft")
 def test_one_refusal_names_all_that_a_file_lacks() -> None:
     keys = COMMON | {
         "model.name": "flux",

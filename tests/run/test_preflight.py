@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.marks import needs_door
 from tests.support.harness import run_ranks
 from tests.support.parity_matrix import GPT_OSS, MOE
 from tests.support.runs import exit_codes, losses, make_corpus, options, train
@@ -57,11 +58,20 @@ FRAGMENTS = {
         ({**PIPELINE, "parallelism__pipeline_parallel_schedule": "1f1b"}, ['schedule = "1f1b": no such schedule']),
         ({**PIPELINE, "parallelism__pipeline_parallel_schedule_csv": "nowhere.csv"}, ["cannot be read as a schedule"]),
         ({"checkpoint__initial_load_path": "nowhere"}, ["checkpoint.initial_load_path", "nowhere"]),
-        ({"fault_tolerance__enable": True, "fault_tolerance__group_size": 2}, ["$TORCHFT_LIGHTHOUSE is not set"]),
-        ({**FRAGMENTS, "fault_tolerance__num_fragments": 10}, ["num_fragments = 10: the model has only 5 modules"]),
-        (
+        pytest.param(
+            {"fault_tolerance__enable": True, "fault_tolerance__group_size": 2},
+            ["$TORCHFT_LIGHTHOUSE is not set"],
+            marks=needs_door("torchft"),
+        ),
+        pytest.param(
+            {**FRAGMENTS, "fault_tolerance__num_fragments": 10},
+            ["num_fragments = 10: the model has only 5 modules"],
+            marks=needs_door("torchft"),
+        ),
+        pytest.param(
             {**FRAGMENTS, "fault_tolerance__module_fqns_per_model_fragment": "[['norm'], ['output']]"},
             ["module_fqns_per_model_fragment: every module", "check layers.0, layers.1, tok_embeddings"],
+            marks=needs_door("torchft"),
         ),
         (
             {**MOE, "model__args__moe__expert_bias": True, "checkpoint__hf_export_interval": 5},

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.data.corpora import jsonl, texts, write
-from tests.marks import needs_split_backward
+from tests.marks import needs_door, needs_split_backward
 from tests.support.faults import ReplicaGroupWrapper
 from tests.support.harness import run_ranks
 from tests.support.plain_loop import PlainLoop
@@ -246,6 +246,7 @@ def total(found, key, **wanted):
     return sum(row[key] for row in found if all(row[name] == value for name, value in wanted.items()))
 
 
+@needs_door("planner")
 def test_frozen_blocks_are_neither_reduced_nor_gathered_for_backward(corpus, tmp_path):
     found = collectives(corpus, tmp_path / "fsdp", 2, training__local_batch_size=4)
     embedding, ends = 4 * 2048 * 64, 4 * (2048 + 1) * 64
