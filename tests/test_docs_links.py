@@ -1,6 +1,8 @@
 """Links, numbers and file names that the documentation states are right."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +74,11 @@ def test_every_page_is_linked_from_an_index():
     for index in (ROOT / "docs" / "README.md", ROOT / "docs" / "decisions" / "README.md"):
         linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text())}
         assert set(index.parent.glob("*.md")) - {index} <= linked
+
+
+def test_the_map_shows_the_packages_of_today():
+    """Regenerate it by python scripts/draw_map.py."""
+    assert subprocess.run([sys.executable, ROOT / "scripts" / "draw_map.py", "--check"], check=False).returncode == 0
 
 
 def test_readme_is_short():
