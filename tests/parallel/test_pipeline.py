@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.marks import marked, needs_split_backward
+from tests.marks import marked, needs_door, needs_split_backward
 from tests.parallel.test_gradients import Runs, parallel_gradients
 from tests.support.harness import RankFailed, run_ranks
 from tests.support.runs import losses, options, rows, train
@@ -169,6 +169,7 @@ def operations_of_sizes(sizes):
         return [operation.op is kind for operation in operations], arrived
 
 
+@needs_door("cpu")
 def test_stages_exchange_messages_unless_they_are_large():
     found = run_ranks(operations_of_sizes, 2, [1000, MOST_BYTES_AT_ONCE, MOST_BYTES_AT_ONCE + 1])
     assert found == [([False, False, True], True)] * 2
