@@ -103,22 +103,21 @@ class PlainLoop:
         is_matrix = {name: p.ndim >= 2 and "bias" not in name for name, p in self.parameters.items()}
         matrices = {"params": [p for name, p in self.parameters.items() if is_matrix[name]]}
         vectors = {"params": [p for name, p in self.parameters.items() if not is_matrix[name]], "weight_decay": 0.0}
-        self.optimizers: list[torch.optim.Optimizer] = []
+        muon: list[torch.optim.Optimizer] = []
         if options.name == "Muon":
             names = [name for name in self.parameters if is_matrix[name] and name.startswith("layers.")]
             hidden = [self.parameters[name] for name in names]
             matrices["params"] = [p for p in matrices["params"] if all(p is not each for each in hidden)]
-            self.optimizers.append(PlainMuon(hidden, lr=options.lr, weight_decay=options.weight_decay))
-        self.optimizers.append(
-            torch.optim.AdamW(
-                [matrices, vectors],
-                lr=options.lr,
-                betas=(options.beta1, options.beta2),
-                eps=options.eps,
-                weight_decay=options.weight_decay,
-                fused=True,
-            )
+            muon = [PlainMuon(hidden, lr=options.lr, weight_decay=options.weight_decay)]
+        self.optimizer = torch.optim.AdamW(
+            [matrices, vectors],
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,
         )
+        self.optimizers = [*muon, self.optimizer]
         self._peak_lr = options.lr
         self._max_norm = config.training.max_norm
         self._lr_factor = partial(lr_factor, options=config.lr_scheduler, steps=self.steps)

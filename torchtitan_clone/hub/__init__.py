@@ -5,6 +5,6 @@ A *folder* of weights has config.json, files of tensors (safetensors) and, if th
 by which *rules* tensors of the folder hold our parameters. One of ours may be many of theirs (experts), or a share of
 one of theirs (fused projections). Tensors of a folder may be *quantized*; they are read as fp32.
 
-Each family has its format in models/<family>/hf.py; `ModelSpec.hugging_face` names it, so that a run that neither reads
-nor writes such folders does not import this package.
+A family has its format in models/<family>/hf.py, or shares one of plain decoders in `formats.py`, as llama3 does;
+`ModelSpec.hugging_face` names it, so that a run that neither reads nor writes folders does not import this package.
 """

@@ -1,4 +1,10 @@
-"""Optimizers and learning-rate schedules, each named in one dict."""
+"""Optimizers and learning-rate schedules, each named in one dict.
+
+A *group* is the parameters that share an optimizer and all of its settings (`groups.py`). The *container* holds one
+torch optimizer for each name among the groups, and their state by parameter name. A *schedule* is the factor of every
+group's learning rate in a step. Optimizers of matrices compute with whole ones: a *matrix* has one *owner* among the
+ranks that hold *parts* of it (`matrices.py`).
+"""
 
 from torchtitan_clone.optim.container import build_optimizer
 from torchtitan_clone.optim.groups import find_optimizer_errors

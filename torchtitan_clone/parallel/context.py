@@ -1,11 +1,11 @@
 """Context parallelism: shards each sequence over the `cp` axis, with exact attention across the shards.
 
-"allgather" gathers the keys and values of all ranks, "ring" passes them around a ring; a rank holds a span of tokens
-from the front and the mirrored one from the back, since late tokens cost more: of 3 ranks those with these numbers,
+"allgather" gathers the keys and values of all ranks, "ring" passes them around a ring. With both a rank holds a span of
+tokens from the front and the mirrored one from the back, since late tokens cost more; of three ranks:
 
     tokens of a row   [ 0 ][ 1 ][ 2 ][ 2 ][ 1 ][ 0 ]
- "alltoall" exchanges heads for tokens:
-head_exchange.py.
+
+"alltoall" exchanges heads for tokens (`head_exchange.py`).
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
 Source: arXiv 2411.01783 (gathered, balanced), 2310.01889 (ring).

@@ -1,4 +1,4 @@
-"""The state of a run: what checkpoints save and replica groups recover, when it is saved, and what came of it."""
+"""The state of a run: what checkpoints save and replica groups recover, the save of the last step, and the outcome."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
