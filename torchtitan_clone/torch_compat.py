@@ -1,4 +1,6 @@
-"""Every private name of torch and torchft that the package uses, behind a public one that says why it is needed.
+"""Every private name of torch that the core uses, behind a public one that says why it is needed.
+
+Packages behind doors have a file of this name for those that only they use.
 
 tests/test_torch_compat.py fails when a public name replaces one. Slow imports are inside the functions that need them.
 """
@@ -8,11 +10,11 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    import torchft
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
     from torch.distributed.tensor import DTensor
-    from torchft.coordination import ManagerClient
 else:
     PipelineStage = object
 
@@ -163,14 +163,6 @@ def storage_id(x: Tensor) -> int:
     return local_storage(x)._cdata
 
 
-def name_fsdp_modules(model: nn.Module) -> None:
-    """Names the modules in FSDP's records now, not in the first forward, before which a pipeline gathers weights."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(model, FSDPModule):
-        model._get_fsdp_state()._lazy_init()
-
-
 def is_fake(x: Tensor) -> bool:
     """Whether the tensor has a shape and no data, as in a simulated run. There is no public predicate."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -201,56 +193,6 @@ def fake_tensors(*, of_gpu: bool = False) -> Iterator[None]:
             yield
         finally:
             _fakes_are_of_gpu = False
-
-
-_resize = torch.UntypedStorage.resize_
-
-
-def on_resize(observe: Callable[[torch.UntypedStorage], None] | None) -> None:
-    """Calls `observe` after each change of a storage's size, of which a dispatch mode is not told; None ends that."""
-
-    def resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        _resize(self, size)
-        if observe is not None:
-            observe(self)
-        return self
-
-    torch.UntypedStorage.resize_ = _resize if observe is None else resize
-
-
-_NOTHING = nullcontext()
-
-
-@contextmanager
-def around_dtensor(
-    *,
-    redistribution: AbstractContextManager[object] = _NOTHING,
-    shapes: AbstractContextManager[object] = _NOTHING,
-) -> Iterator[None]:
-    """Enters contexts while DTensor redistributes arguments of an operator, and while it computes shapes of results.
-
-    A dispatch mode sees the operators inside both, and nothing public tells it what they are for.
-    """
-    from torch.distributed.tensor._dispatch import OpDispatcher
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    redistribute, propagate = OpDispatcher.redistribute_local_args, ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def redistribute_inside(*args: Any, **kwargs: Any) -> Any:
-        with redistribution:
-            return redistribute(*args, **kwargs)
-
-    def propagate_inside(*args: Any, **kwargs: Any) -> Any:
-        with shapes:
-            return propagate(*args, **kwargs)
-
-    OpDispatcher.redistribute_local_args = staticmethod(redistribute_inside)
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_inside
-    try:
-        yield
-    finally:
-        OpDispatcher.redistribute_local_args = staticmethod(redistribute)
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
 
 
 Operator = torch._ops.OpOverload  # what a TorchDispatchMode sees; torch.ops has the values only
@@ -459,47 +401,6 @@ def schedule_from_file(path: str, *, stages: Sequence[Any], **options: Any) -> "
 record_memory_history = torch.cuda.memory._record_memory_history
 stop_memory_history = partial(record_memory_history, enabled=None)
 dump_memory_snapshot = torch.cuda.memory._dump_snapshot
-
-
-def quorum_id(manager: "torchft.Manager") -> int:
-    """Returns the number of the manager's quorum, -1 before the first. It has no public property."""
-    return manager._quorum_id
-
-
-class _UniquelyNumberedQuorums:
-    """A manager's client whose quorum numbers do not repeat when the lighthouse restarts and counts from 1 again.
-
-    The manager reconnects only when the number changes, and reuses keys of the store for a number that it has seen.
-    """
-
-    def __init__(self, client: "ManagerClient"):
-        self._client = client
-        self._quorum_of_lighthouse: list[str] = []
-        self._number = -1
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._client, name)
-
-    def _quorum(self, *, commit_failures: int, **request: Any) -> object:
-        quorum = self._client._quorum(commit_failures=commit_failures, **request)
-        # All members receive the same values. The ids of the groups are new whenever one starts.
-        present = [str(quorum.quorum_id), *quorum.replica_ids]
-        if commit_failures or present != self._quorum_of_lighthouse:
-            self._quorum_of_lighthouse = present
-            text = " ".join([*present, str(quorum.max_step)])
-            self._number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
-        quorum.quorum_id = self._number
-        return quorum
-
-
-def number_quorums_uniquely(manager: "torchft.Manager") -> None:
-    """Makes the numbers of the manager's quorums unique in the run: 48 bits, equal in all members, in no order."""
-    manager._client = cast("ManagerClient", _UniquelyNumberedQuorums(manager._client))
-
-
-def forget_failed_quorum(manager: "torchft.Manager") -> None:
-    """Lets a manager start another quorum after one that failed, whose error it would raise again."""
-    manager._quorum_future = None
 
 
 class ModuleStyle(ABC):

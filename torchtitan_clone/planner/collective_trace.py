@@ -31,6 +31,7 @@ from torchtitan_clone.comm.tracing import (
     operator_name,
     process_groups,
 )
+from torchtitan_clone.planner.torch_compat import around_dtensor
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 logger = logging.getLogger("torchtitan_clone")
@@ -128,7 +129,7 @@ class CollectiveTrace(TorchDispatchMode):
         if self._depth == 0:
             look_inside_operations(CollectiveTrace)
             self._layers.start()
-            self._opened.enter_context(torch_compat.around_dtensor(redistribution=IMPLICIT))
+            self._opened.enter_context(around_dtensor(redistribution=IMPLICIT))
         self._depth += 1
         return super().__enter__()
 

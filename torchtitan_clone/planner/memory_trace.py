@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.comm.tracing import COPIES_OF_WEIGHTS, Mark, collective_name
+from torchtitan_clone.planner.torch_compat import around_dtensor, on_resize
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 SHAPES = Mark()
@@ -48,14 +49,14 @@ class MemoryTrace(TorchDispatchMode):
         self._opened = ExitStack()
 
     def __enter__(self) -> "MemoryTrace":
-        torch_compat.on_resize(self._update)
-        self._opened.enter_context(torch_compat.around_dtensor(shapes=SHAPES))
+        on_resize(self._update)
+        self._opened.enter_context(around_dtensor(shapes=SHAPES))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._opened.close()
-        torch_compat.on_resize(None)
+        on_resize(None)
 
     def __torch_dispatch__(
         self, func: Operator, types: Sequence[type], args: tuple = (), kwargs: dict[str, object] | None = None

@@ -27,8 +27,8 @@ import torchft
 
 from torchtitan_clone.documents import DocumentError, Value, open_regular, parse_json
 from torchtitan_clone.observe.records import append_record
-from torchtitan_clone.torch_compat import quorum_id
 from torchtitan_clone.torchft.connection import ReplicaCollectives, ReplicaMismatchError
+from torchtitan_clone.torchft.torch_compat import quorum_id
 
 MAX_CHANGES = 1000
 """Changes of the quorum that are remembered, about 25 bytes each in every message between groups."""

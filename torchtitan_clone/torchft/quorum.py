@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.replicas.protocol import Metadata, RecoveryState, ReplicaContext
-from torchtitan_clone.torch_compat import forget_failed_quorum, number_quorums_uniquely, quorum_id
 from torchtitan_clone.torchft.connection import STATE_KEY, Connection, ReplicaCollectives, ReplicaMismatchError
 from torchtitan_clone.torchft.members import AttemptLog, GiveUpStepsError, History, MemberCheck, newest_history
+from torchtitan_clone.torchft.torch_compat import forget_failed_quorum, number_quorums_uniquely, quorum_id
 
 logger = logging.getLogger("torchtitan_clone")
 
