@@ -18,6 +18,7 @@ from tests.support.trainers import open_trainer, train_all
 from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import open_dataset
+from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.preflight import resolve
 from torchtitan_clone.run.state import TrainingError
@@ -160,7 +161,7 @@ def run_with_a_bad_step(argv, bad_step):
         steps = count(1)
 
         def poison(module, _, out):
-            seen.append(trainer.engine.parameters["output.weight"].to_local().detach().clone())
+            seen.append(local_shard(trainer.engine.parameters["output.weight"]).detach().clone())
             return out * float("nan") if next(steps) == bad_step and dist.get_rank() == 0 else out
 
         trainer.engine.model_parts[0].norm.register_forward_hook(poison)

@@ -17,6 +17,7 @@ from torch.profiler import profile
 from tests.marks import marked
 from tests.support.harness import run_ranks
 from tests.support.runs import options
+from tests.support.trainers import full_copies
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.ops import IGNORE_INDEX
@@ -93,7 +94,7 @@ def gradients_of(config, launch, device, *, change, **parallelism):
     (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
     step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=device)
     output = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
-    gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
+    gradients = full_copies((name, p.grad) for name, p in parameters.items())
     norm = gradient_norm(parameters.values(), ranks=launch.world_size // plan.degrees.pp)
     (loss,) = sum_over_ranks([output.loss.item() * mesh.is_loss_leader])
     mesh.close()

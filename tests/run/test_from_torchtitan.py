@@ -182,7 +182,7 @@ def test_one_refusal_names_all_that_a_file_lacks() -> None:
         "model.hf_assets_path": "./assets/hf/Llama-4",
         "training.dataset": "c5",
         DEGREE: 3,
-        "optimizer.nesterov": True,
+        "optimizer.mu": 0.9,
         "lr_scheduler.decay_type": "step",
     }
     with pytest.raises(ConfigError) as caught:
@@ -193,7 +193,7 @@ def test_one_refusal_names_all_that_a_file_lacks() -> None:
         'lr_scheduler.decay_type = "step"',
         'model.hf_assets_path = "assets/hf/Llama-4"',
         'model.name = "flux"',
-        "optimizer.nesterov",
+        "optimizer.mu = 0.9",
         "parallelism",
     ]
     with pytest.raises(ConfigError) as caught:
