@@ -3,8 +3,7 @@
     python scripts/draw_map.py            writes the file
     python scripts/draw_map.py --check    exit code 1 if the packages, layers or arrows in the file are not today's
 
-A package is above all that it imports; hf.py of a family belongs to hub. Arrows are imports that do not follow from
-others, numbers are lines.
+A package is above all that it imports; hf.py of a family is of hub. Arrows follow from no others; numbers are lines.
 """
 
 import ast
@@ -29,9 +28,10 @@ def read_imports() -> dict[str, set[str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         package = "hub" if path.name == "hf.py" else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for node in ast.walk(ast.parse(path.read_text())) if package != "__init__" else ():
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
-            names += [f"{PACKAGE.name}.{alias.name}" for alias in node.names] if names == [PACKAGE.name] else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                is_root = node.module == PACKAGE.name
+                names = [f"{PACKAGE.name}.{alias.name}" for alias in node.names] if is_root else [node.module or ""]
             imports.setdefault(package, set()).update(map(package_of, names))
     return {name: (others & imports.keys()) - {name} for name, others in imports.items()}
 
