@@ -74,6 +74,7 @@ def test_mistakes_are_planted_in_cases_of_the_matrix():
 def test_nan_on_any_rank_is_no_parity():
     right, wrong = torch.ones(2), torch.tensor([1.0, math.nan])
     assert math.isnan(relative_difference([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
+    assert math.isnan(relative_difference([1.0, None], [1.0, 1.0]))
     assert math.isnan(largest_difference([{"a": wrong}, {"a": right}], {"a": right}))
     assert not Difference(loss=0, grad_norm=0, gradient=0, weight=math.nan).is_parity
     assert not Difference(loss=0, grad_norm=math.nan, gradient=0, weight=0).is_parity

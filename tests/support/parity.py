@@ -4,6 +4,7 @@ The reference is `PlainLoop`, plain PyTorch: one model, full batches, logits not
 run is the trainer itself.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,17 +106,18 @@ def _difference(answers: Sequence[Trained], expected: Reference, *, folder: Path
     logged = [row for row in rows(folder) if "loss" in row]
     assert len(logged) == STEPS
     terms = [name for name in logged[0] if name.startswith("auxiliary/mtp_loss")]
+    losses = [row[name] for row in logged for name in ("loss", *terms)]
     return Difference(
-        loss=relative_difference([row[name] for row in logged for name in ("loss", *terms)], expected.losses),
+        loss=relative_difference(losses, expected.losses),
         grad_norm=relative_difference([row["grad_norm"] for row in logged], expected.grad_norms),
         gradient=largest_difference(gradients, expected.gradients),
         weight=largest_difference(weights, expected.weights),
     )
 
 
-def relative_difference(found: list[float], expected: list[float]) -> float:
-    """Returns the largest relative difference of two lists of numbers; NaN if one is NaN."""
-    return _largest([abs(a / b - 1) for a, b in zip(found, expected, strict=True)])
+def relative_difference(found: Sequence[float | None], expected: list[float]) -> float:
+    """Returns the largest relative difference of two lists of numbers; NaN if one is NaN, or None as in metrics."""
+    return _largest([math.nan if a is None else abs(a / b - 1) for a, b in zip(found, expected, strict=True)])
 
 
 def largest_difference(found_by_rank: Sequence[dict[str, Tensor]], expected: dict[str, Tensor]) -> float:

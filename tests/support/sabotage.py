@@ -23,9 +23,9 @@ from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.balancing import ExpertLoads
 from torchtitan_clone.ops import attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
-from torchtitan_clone.optim import matrices, muon
+from torchtitan_clone.optim import muon
 from torchtitan_clone.optim.container import OptimizerContainer
-from torchtitan_clone.optim.matrices import Matrix
+from torchtitan_clone.optim.matrices import Gathering, Matrix
 from torchtitan_clone.optim.muon import Muon
 from torchtitan_clone.parallel import gradients, head_exchange, unsharded
 from torchtitan_clone.parallel.fsdp import SumByMessages
@@ -286,9 +286,11 @@ def _updates_of_a_matrix_with_two_owners_are_added(
     return {key: 2 * update for key, update in orthogonalized(*args).items()}
 
 
-@_mistake("shard 3, muon", matrices, "_within")
-def _momentum_is_that_of_other_rows(within: Callable[..., Tensor], matrix: Tensor, *places: object) -> Tensor:
-    return within(matrix.roll(1, dims=0) if matrix.is_floating_point() else matrix, *places)
+@_mistake("shard 3, muon", Gathering, "wait")
+def _momentum_is_that_of_other_rows(
+    wait: Callable[..., list[tuple[Matrix, Tensor]]], gathering: Gathering
+) -> list[tuple[Matrix, Tensor]]:
+    return [(matrix, values.roll(1, dims=0)) for matrix, values in wait(gathering)]
 
 
 @_mistake("shard, muon", Muon, "step")
