@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --gib=0.1 --saves=2
+    python benchmarks/checkpoint.py --store --gib=0.25
 
 Every mode runs in a process of its own: it trains a stack of matrices with AdamW, saves, and continues to train while
 the save is in flight. `blocked` is how long the loop waits for a save, `of dcp.save` the ratio to torch's save, and
@@ -9,6 +10,9 @@ the save is in flight. `blocked` is how long the loop waits for a save, `of dcp.
 disk just before; `slower` is how much longer steps take while a save is in flight; `memory` is what the process and its
 writer use in addition. Medians over all saves except the first, which has a column of its own. Files are deleted after
 each save, so that all modes write to the same blocks of the disk.
+
+With --store, saves whose steps go to an object store take turns with synchronous ones to the disk, and uploads of a
+step with puts of its largest file by obstore alone. The server is in a process of its own on this machine.
 """
 
 import argparse
@@ -20,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +46,16 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3, help="saves of each mode; the first is not in the medians")
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch: how long a step lasts")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the one for temporary files")
+    parser.add_argument("--store", action="store_true", help="measure saves to an object store")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.mode:
         print(json.dumps(measure(options)))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.store:
+            measure_store(options, folder=Path(folder))
+            return
         rows = {mode: in_own_process(mode, options, folder) for mode in (TORCH_SAVE, TORCH_ASYNC, *OURS)}
     print_table(rows)
 
@@ -149,16 +159,17 @@ def saver(mode: str, loop: Loop, folder: Path) -> Callable[[int], tuple[Callable
 
 
 def saver_of_ours(
-    mode: str, loop: Loop, folder: Path
+    mode: str, loop: Loop, folder: Path, *, url: str = "checkpoint"
 ) -> Callable[[int], tuple[Callable[[], dict[str, float]], Callable[[], bool]]]:
     """Saves with the checkpoint manager, as the trainer uses it."""
-    from torchtitan_clone.checkpoint.folder import Progress
     from torchtitan_clone.checkpoint.manager import CheckpointManager
+    from torchtitan_clone.checkpoint.progress import Progress
     from torchtitan_clone.config.schema import Checkpoint
 
-    options: Any = {"async_mode": mode, "keep_latest_k": 0}
+    options: Any = {"folder": url, "async_mode": mode, "keep_latest_k": 0}
     manager = CheckpointManager(Checkpoint(**options), folder=folder, state=loop.state, config="")
     loop.before_update = manager.wait_for_staging
+    manager.find_resume_point()
     manager.prepare()
     for _ in range(6):  # at least as long as an interval: buffers are prepared during training
         loop.step()
@@ -174,11 +185,52 @@ def saver_of_ours(
         def figures() -> dict[str, float]:
             report = reports[0]
             assert report.error is None, report.error
+            assert (failure := manager.finish_uploads()) is None, failure
             return {"blocked": report.blocked_seconds, "total": report.seconds, "staging": report.staging_seconds}
 
         return figures, over
 
     return save
+
+
+def measure_store(options: argparse.Namespace, *, folder: Path) -> None:
+    """Prints how long the loop waits for a save to a store, and how fast a step is uploaded, each beside its rival."""
+    import obstore
+    from obstore.store import from_url
+
+    from tests.support.object_server import served_process
+    from torchtitan_clone.checkpoint.copying import copy_step, open_place
+    from torchtitan_clone.config.schema import Comm
+    from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    disk, blocked, seconds = folder / "disk", defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    with served_process() as server, process_group(Comm(), launch=launch, device=device):
+        os.environ["AWS_ENDPOINT_URL"] = server.address  # without the proxy, which is a thread of this process
+        loop, url = Loop(gib=options.gib, rows=options.rows, device=device), server.make_bucket()
+        savers = {"disk": saver_of_ours("disabled", loop, disk)}
+        savers["store"] = saver_of_ours("async", loop, folder / "tier", url=url)
+        target, bare = open_place(server.make_bucket()), from_url(url, client_options={"allow_http": True})
+        for number in range(options.saves + 1):
+            for name, save in savers.items():
+                figures, over = save(number)
+                while not over():
+                    loop.step()
+                blocked[name].append(figures()["blocked"])
+            file = disk / f"step-{number + 1}" / "rank-0.safetensors"
+            uploads: dict[str, Callable[[], object]] = {
+                "upload": partial(copy_step, disk, target, step=number + 1),
+                "put": partial(obstore.put, bare, f"bare-{number}", file),
+            }
+            for name in sorted(uploads, reverse=number % 2 == 0):
+                seconds[name].append(timed(uploads[name])[1]["wall"])
+            shutil.rmtree(disk)
+    waits, times = ({name: statistics.median(each[1:]) for name, each in taken.items()} for taken in (blocked, seconds))
+    print(processor_name(uses_gpu=True))
+    print(f"state of {loop.bytes / 2**30:.2f} GiB, medians of {options.saves} rounds after the first")
+    print(f"blocked: {waits['store']:.4f} s, {waits['store'] / waits['disk']:.1%} of {waits['disk']:.3f} s to the disk")
+    print(f"upload: {times['upload']:.3f} s, {times['put'] / times['upload']:.2f} x the rate of a bare put")
 
 
 def seconds_of_plain_write(folder: Path, *, size: int) -> float:

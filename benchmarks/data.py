@@ -4,7 +4,8 @@
     python benchmarks/data.py prepare --mb=500
 
 `loader` reads batches of one and of five sources with masks of documents. `start` reads from a store of 10 billion
-tokens, a sparse file, and from a small one. `prepare` tokenizes text of this machine, as does `tokenizers` alone.
+tokens, a sparse file, and from a small one. `prepare` tokenizes text of this machine, as does `tokenizers` alone;
+`sources` prepares 60 KB each of 34 sources, and one source of the same size.
 What is compared takes turns; rates are by processor time.
 """
 
@@ -149,10 +150,25 @@ def measure_prepare(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
     yield f"median {statistics.median(ratios):.3f}"
 
 
+def measure_sources(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
+    """Yields the seconds until stores exist of many small sources and of one source, in turn."""
+    size = argparse.Namespace(text=choices.text, mb=34 * 0.06)
+    paths = {count: write_text(folder / str(count), size, folders=count) for count in (1, 34)}
+    seconds: dict[int, list[float]] = {count: [] for count in paths}
+    for number, count in product(range(choices.rounds), paths):
+        start = time.perf_counter()
+        prepare(paths[count], folder / f"cache {number} of {count}", 1 << 26)
+        seconds[count].append(time.perf_counter() - start)
+    one, many = (statistics.median(found) for found in seconds.values())
+    yield f"34 sources: {many:.2f} s, {many / one:.2f} times as long as one source"
+
+
 def main(argv: list[str]) -> None:
     """Measures in a temporary folder, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    by_name = {"loader": measure_loader, "start": measure_start, "prepare": measure_prepare}
+    by_name = {
+        "loader": measure_loader, "start": measure_start, "prepare": measure_prepare, "sources": measure_sources,
+    }  # fmt: skip
     parser.add_argument("what", nargs="*", choices=[*by_name, []], default=[])
     for name, default in {"tokens": 50_000_000, "large-tokens": 10_000_000_000, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

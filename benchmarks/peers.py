@@ -3,6 +3,7 @@
     python benchmarks/peers.py --size 16M
     python benchmarks/peers.py --size 120M --compile --dtype bfloat16 --rounds 12 --allocator
     python benchmarks/peers.py --size tiny --only ours nanoGPT
+    python benchmarks/peers.py --size host --threads 1 --rounds 60 --only ours "plain loop" nanoGPT torchtitan
     python benchmarks/peers.py --size 8B-layers --compile --dtype bfloat16 --device cuda --only ours products torchtitan
 
 Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, torchtitan 0.2.2 and our model in a plain
@@ -83,6 +84,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(dim=64, layers=2, heads=2, hidden=192, vocab=2_048, rows=2, tokens=64),
+    "host": Size(dim=64, layers=12, heads=2, hidden=192, vocab=2_048, rows=2, tokens=64),  # time of calls, not products
     "4M": Size(dim=256, layers=3, heads=8, hidden=768, vocab=4_096, rows=4),
     "16M": Size(dim=256, layers=8, heads=8, hidden=768, vocab=16_384),
     "120M": Size(dim=768, layers=12, heads=12, hidden=2_048, vocab=24_576, rows=4),

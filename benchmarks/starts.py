@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.turns import ROOT, Step, alternate, median_of, processor_name, timed
-from benchmarks.variants import parse
+from benchmarks.turns import ROOT, Step, alternate, median_of, processor_name
+from benchmarks.variants import parse, run_to_end
 
 COMMON = [
     f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}", "--training.steps=1",
@@ -32,15 +31,9 @@ COMMON = [
 
 
 def start(options: Sequence[str], *, environment: Mapping[str, str]) -> Step:
-    """Returns how long a run of these options takes; SystemExit with its last lines if it fails."""
+    """Returns how long a run of these options takes, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torchtitan_clone.train", *COMMON, f"--job.dump_folder={folder}", *options]
-        run, step = timed(
-            lambda: subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        )
-    if run.returncode:
-        raise SystemExit(f"error: {shlex.join(options)}: the run failed: {(run.stdout + run.stderr)[-2000:]}")
-    return step
+        return run_to_end([*COMMON, f"--job.dump_folder={folder}", *options], environment=environment)
 
 
 def main() -> None:

@@ -156,9 +156,9 @@ def take_turns(programs: Sequence[Running], *, rounds: int) -> dict[str, list[St
     return alternate({program.name: program.step for program in programs}, rounds=rounds)
 
 
-def alternate(steps: Mapping[str, Callable[[], Step]], *, rounds: int) -> dict[str, list[Step]]:
+def alternate(steps: Mapping[str, Callable[[], T]], *, rounds: int) -> dict[str, list[T]]:
     """Takes each step once a round, in an order that changes; returns what they return, by name."""
-    taken: dict[str, list[Step]] = {name: [] for name in steps}
+    taken: dict[str, list[T]] = {name: [] for name in steps}
     names = list(steps)
     for number in range(rounds):
         first = number % len(names)

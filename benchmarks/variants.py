@@ -13,8 +13,10 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 
 from benchmarks.regress import SERVE, ranks_of
-from benchmarks.turns import ROOT, Program, Running, median_of, processor_name, ratio_of, take_turns
+from benchmarks.turns import ROOT, Program, Running, Step, median_of, processor_name, ratio_of, take_turns, timed
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.run.preflight import resolve
 
@@ -42,13 +44,17 @@ def variant(text: str) -> tuple[str, list[str]]:
     return name, shlex.split(options)
 
 
-def parse(doc: str | None, *, rounds: int) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
-    """Returns the parser, what it read, and the options of all variants."""
+def parse(
+    doc: str | None, *, rounds: int, more: Mapping[str, str] | None = None
+) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """Returns the parser, what it read, and the options of all variants; `more` names options of files."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="+", type=variant, help="NAME=OPTIONS, of which there may be none")
     parser.add_argument("--rounds", type=int, default=rounds, help="times that each variant is measured")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    for option, text in (more or {}).items():
+        parser.add_argument(option, type=Path, help=text)
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     choices = parser.parse_args(sys.argv[1:end])
     if choices.rounds < 2:
@@ -56,6 +62,17 @@ def parse(doc: str | None, *, rounds: int) -> tuple[argparse.ArgumentParser, arg
     if len(dict(choices.variants)) < len(choices.variants):
         parser.error("two variants have the same name")
     return parser, choices, sys.argv[end + 1 :]
+
+
+def run_to_end(options: Sequence[str], *, environment: Mapping[str, str]) -> Step:
+    """Returns how long a run of these options takes; SystemExit with its last lines if it fails."""
+    command = [sys.executable, "-m", "torchtitan_clone.train", *options]
+    run, step = timed(
+        lambda: subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    )
+    if run.returncode:
+        raise SystemExit(f"error: {shlex.join(options)}: the run failed: {(run.stdout + run.stderr)[-2000:]}")
+    return step
 
 
 def main() -> None:

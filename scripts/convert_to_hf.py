@@ -1,76 +1,11 @@
-"""Make a folder in the format of the Hugging Face hub from a checkpoint, without a GPU and without other processes.
+"""`torchtitan_clone convert to_hf` of this checkout."""
 
-    python scripts/convert_to_hf.py outputs/my_run/checkpoint/step-1000 my_model --export_dtype=bfloat16
-
-The folder is what checkpoint.last_save_in_hf writes at the end of a run: weights, config.json, generation_config.json
-and the tokenizer. It needs the memory of one tensor, and appears complete or not at all.
-"""
-
-import argparse
 import sys
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.checkpoint.offline import Weights
-from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype
-from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.hub.export import export_files, write_weights
-from torchtitan_clone.hub.formats import format_of
-from torchtitan_clone.models import find_model
-from torchtitan_clone.observe.outputs import reports_errors
-from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
-from torchtitan_clone.tools.trained_model import args_at_step, tokenizer_at_step
-
-
-def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:
-    """Reads the checkpoint's own config.toml for the model; ConfigError where something does not fit."""
-    folder = folder.resolve()
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; give a folder")
-    if inside := [path for path in (Path.cwd(), checkpoint.resolve()) if path.is_relative_to(folder)]:
-        raise ConfigError(f"{folder} would be replaced, and {inside[0]} is in it; give a folder of its own")
-    weights = Weights(checkpoint)
-    config = load_config([f"--job.config_file={checkpoint / 'config.toml'}"])
-    model = replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path)
-    config = replace(config, model=model)
-    spec, tokenizer = find_model(model), tokenizer_at_step(config, weights=weights)
-    args = args_at_step(config, weights=weights, spec=spec, tokenizer=tokenizer)
-    state, found = spec.state_on_meta(args), weights.meta()
-    if absent := [name for name in state if name not in found]:
-        raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")
-    sources = sources_of(format_of(spec).map_state(state, args=args))
-    # Several tensors of the hub may be made of one of ours.
-    read = lru_cache(maxsize=1)(weights.read)
-    write_weights(
-        folder,
-        entries=[
-            entry_for(name, dtype=exported_dtype(ours, found[ours].dtype, wanted=dtype), shape=part.shape)
-            for name, ((ours, part), *_) in sources.items()
-        ],
-        read=lambda entry: assemble_source(sources[entry.name], read=read, dtype=entry.torch_dtype),
-        files=export_files(spec=spec, model_args=args, model=model, tokenizer=tokenizer, dtype=dtype),
-    )
-
-
-@reports_errors
-def main() -> int:
-    """Parse, convert, say where it is."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="a step-N folder")
-    parser.add_argument("folder", type=Path, help="folder to write; an export in it is replaced")
-    parser.add_argument("--export_dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--hf_assets_path", help="the tokenizer's folder, where it is not where the run found it")
-    options = parser.parse_args()
-    dtype = getattr(torch, options.export_dtype)
-    convert(options.checkpoint, options.folder, dtype=dtype, hf_assets_path=options.hf_assets_path)
-    print(f"wrote {options.folder}")
-    return 0
-
+from torchtitan_clone.commands import run_script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__file__))

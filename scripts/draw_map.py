@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE, MAP = ROOT / "torchtitan_clone", ROOT / "docs/images/map.svg"
-DOORS = ("cpu", "planner", "tools", "torchft")
+DOORS = ("cpu", "planner", "tools", "torchft", "commands", "api")
 WIDTH, ROW, BOX, GAP, HEIGHT = 1000, 74, 104, 12, 40
 
 
@@ -27,7 +27,7 @@ def read_imports() -> dict[str, set[str]]:
     imports: dict[str, set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         package = "hub" if path.name == "hf.py" else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())) if package != "__init__" else ():
+        for node in ast.walk(ast.parse(path.read_text())) if package not in ("__init__", "__main__") else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 is_root = node.module == PACKAGE.name

@@ -1,76 +1,11 @@
-"""Tokenizes the local data of a run before it starts, alone or as one of several tasks.
+"""`torchtitan_clone prepare` of this checkout."""
 
-    python scripts/prepare_data.py --training.dataset_path=my_text
-    sbatch --array=0-15 --wrap "python scripts/prepare_data.py --job.config_file=my_run.toml"
-
-Options of the run are given as to run_train.sh. A file of at least --part_mib, or several smaller ones together, are a
-part. Task i of n makes the parts i, i + n, ...; --task and --tasks default to those of a Slurm array. The task that
-finishes last joins the parts. After a kill, the same command with the same --part_mib continues: finished parts are not
-made again.
-"""
-
-import argparse
-import logging
-import math
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.config import ConfigError, load_run_config
-from torchtitan_clone.config.checks import find_range_errors
-from torchtitan_clone.config.environment import environment_integer
-from torchtitan_clone.config.stages import find_data_errors
-from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.data.opening import find_sources, prepare_share, prepare_sources
-from torchtitan_clone.data.token_store import PART_BYTES
-from torchtitan_clone.observe.outputs import reports_errors
-
-
-def array_task() -> tuple[int, int]:
-    """Returns the index and the number of tasks of this Slurm array; one task where there is none."""
-    first, last, step, task = (
-        environment_integer(f"SLURM_ARRAY_TASK_{name}", default=low, low=low, high=2**31)
-        for name, low in (("MIN", 0), ("MAX", 0), ("STEP", 1), ("ID", 0))
-    )
-    return (task - first) // step, (last - first) // step + 1
-
-
-@reports_errors
-def main(words: list[str] | None = None) -> int:
-    """Parses the command line and prepares the data; returns the exit code."""
-    task, tasks = array_task()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--task", type=int, default=task, help="which part of the work, from 0")
-    parser.add_argument("--tasks", type=int, default=tasks, help="number of tasks")
-    parser.add_argument("--part_mib", type=float, default=PART_BYTES / 2**20, help="size of a part, in MiB of text")
-    options, words = parser.parse_known_args(words)
-    if options.tasks < 1:
-        parser.error(f"--tasks={options.tasks}: must be at least 1")
-    if not 0 <= options.task < options.tasks:
-        parser.error(f"--task={options.task}: must be from 0 to {options.tasks - 1} for --tasks={options.tasks}")
-    if not 0 < options.part_mib < math.inf:
-        parser.error(f"--part_mib={options.part_mib}: must be a number above 0")
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    config = load_run_config(words)
-    if errors := [*find_range_errors(config, at=""), *find_data_errors(config.data, training=config.training)]:
-        raise ConfigError(errors)
-    part_bytes = max(1, int(options.part_mib * 2**20))
-    choices = {"training": config.training, "data": config.data, "part_bytes": part_bytes}
-    if not (local := find_sources(training=config.training, data=config.data)):
-        raise ConfigError("every source is streamed, and tokenized while it trains; nothing is prepared.")
-    tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
-    task = {"task": options.task, "tasks": options.tasks}
-    if options.tasks > 1 and not prepare_share(**choices, **task, tokenizer=tokenizer):
-        print(f"task {options.task} of {options.tasks} is done; others are not")
-        return 0
-    stores = prepare_sources(**choices, tokenizer=tokenizer)
-    for name, store in stores.items():
-        print(f"{local[name].name}: {sum(store.meta.tokens.values()):,} tokens in {store.folder}")
-    return 0
-
+from torchtitan_clone.commands import run_script
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(__file__))

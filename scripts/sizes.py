@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchtitan_clone"
-DOORS = ("cpu", "planner", "tools", "torchft")
+DOORS = ("cpu", "planner", "tools", "torchft", "commands", "api")
 LOADED = """
 import sys, {0}
 files = (module.__file__ for name, module in sys.modules.items() if name.startswith("torchtitan_clone"))

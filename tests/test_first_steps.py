@@ -49,16 +49,21 @@ STEPS = {
     "optimizer in another case": Step("./run_train.sh --optimizer.name=adamw", 'did you mean "AdamW"?', 2),
     "flavor in another case": Step("./run_train.sh --model.flavor=8b", 'did you mean "8B"?', 2),
     "flavor on ranks": Step("NGPU=4 ./run_train.sh --model.flavor=8b", 'did you mean "8B"?', 2),
-    "unknown model": Step("./run_train.sh --model.name=gpt2", "known: deepseek_v3, gpt_oss, llama3", 2),
+    "unknown model": Step("./run_train.sh --model.name=gpt2", "known: apertus, deepseek_v3", 2),
     "pipeline schedule": Step("./run_train.sh --parallelism.pipeline_parallel_schedule=1f1b", '"1F1B"?', 2),
     "config": Step("./run_train.sh --config small.toml", "did you mean job.config_file?", 2),
-    "a file": Step("./run_train.sh small.toml", "did you mean --job.config_file=small.toml?", 2),
+    "a file": Step("./run_train.sh small.toml --dry-run", "n_layers = 1", needs_torch=True),
+    "a file after an option": Step(
+        "./run_train.sh --dry-run small.toml", "did you mean --job.config_file=small.toml?", 2
+    ),
+    "a name": Step("./run_train.sh llama3_8b --optimizer.lr=-1", "must be above 0", 2),
+    "a name with a typo": Step("CONFIG_FILE=llama3_8 ./run_train.sh", "did you mean llama3_8b?", 2),
     "former name": Step("./run_train.sh --training.compile", "did you mean compile.enable?", 2),
     "malformed file": Step("CONFIG_FILE=malformed.toml ./run_train.sh", "    steps 10\n          ^\n", 2),
     "a value out of range": Step("./run_train.sh --optimizer.lr=-1", "must be above 0", 2),
     "torchtitan's program": Step("TRAIN_FILE=torchtitan.train ./run_train.sh", "belongs to torchtitan", 2),
     "local tensors": Step("COMM_MODE=local_tensor ./run_train.sh", "COMM_MODE = local_tensor: is not supported", 2),
-    "custom import": Step("./run_train.sh --experimental.custom_import=mine", "TRAIN_FILE=my_module ./run_train.sh", 2),
+    "custom import": Step("./run_train.sh --experimental.custom_import=mine", "set job.imports = ", 2),
     "own program": Step(
         f"TRAIN_FILE=mine ./run_train.sh {SMALL} --model.name=mine --dry-run", 'name = "mine"', needs_torch=True
     ),

@@ -89,6 +89,8 @@ def shortened(command: str) -> str:
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         small = shlex.join(SMALL[1:] if "--training.steps" in command else SMALL)
         return f"{command.replace(' &', f' {small} &')} {small}"
+    if "store_predictions.py" in command:
+        return f"{command} --k=8 --training.seq_len=64"
     if "fake_backend" in command:
         return f"{command} --model.args.n_layers=2"
     if "inject_faults.py --grid" in command:
@@ -114,6 +116,13 @@ def shortened(command: str) -> str:
         return f"{command} --shapes 1x2x8x16 --rounds=2"
     if re.search(r"benchmarks/(variants|starts).py", command):
         return f"{command} --rounds=2 -- {shlex.join(SMALL[1:])}"
+    if "benchmarks/time_to_loss.py" in command:
+        quick = re.sub(r"--training.steps=\d+", SMALL[0], command)
+        return f"{quick} --rounds=2 -- --validation.freq=3 {shlex.join(SMALL)}"
+    if "benchmarks/linear_attention.py" in command:
+        return f"{command} --tokens=128 --rounds=2"
+    if "benchmarks/optimizers.py" in command:
+        return f"{command} --layers=1 --dim=64 --rounds=2"
     if "benchmarks/generation.py" in command:
         return f"{command} --families llama3 --dim=64 --tokens=4 --rounds=2"
     if "hostile_folders.py" in command:

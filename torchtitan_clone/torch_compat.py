@@ -65,6 +65,8 @@ def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
 foreach_mul_ = torch._foreach_mul_
 # Adds a number to all tensors in place; there is no public function.
 foreach_add_ = torch._foreach_add_
+# Moves all tensors towards others by a share; there is no public function.
+foreach_lerp_ = torch._foreach_lerp_
 
 
 def converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

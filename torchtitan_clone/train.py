@@ -9,13 +9,13 @@ import logging
 import os
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from torchtitan_clone import doors
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.reader import with_file
+from torchtitan_clone.config.started import DEFAULT_CONFIG, reinstall
 from torchtitan_clone.network import NoAnswerError
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
@@ -44,12 +44,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchtitan_clone")
 
-DEFAULT_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
-"""The configuration file of a start that names none; an installed package has none."""
-
 PATH_OPTIONS = (
-    "job.config_file", "data.cache_folder", "data.num_workers", "data.prepare_processes", "data.sources", "slurm.",
-    "training.dataset_path", "model.hf_assets_path", "checkpoint.initial_load_path",
+    "job.config_file", "data.cache_folder", "data.num_workers", "data.prepare_processes", "data.sources",
+    "launch.", "slurm.", "training.dataset_path", "model.hf_assets_path", "checkpoint.initial_load_path",
+    "distillation.teacher_path", "checkpoint.local_folder", "distillation.store",
 )  # fmt: skip
 """Prefixes of the options that name a location, or processes of a machine, which may differ between nodes."""
 
@@ -72,10 +70,19 @@ def main(argv: list[str]) -> int:
         loaded = read_config(argv)
         check_without_torch(loaded.config, problems=loaded.problems)
         setup_logging(rank=rank, color=not loaded.config.metrics.disable_color_printing)
+        if loaded.config.job.imports:
+            _import_modules(loaded.config.job.imports)
         return run(loaded.config, stop=stop, problems=loaded.problems)
     except (ConfigError, NoAnswerError) as error:
         print_error(error)  # the launcher shows local rank 0, and another rank where that one was ended before
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _import_modules(names: "Sequence[str]") -> None:
+    from torchtitan_clone.config.imports import import_modules
+
+    with importing():
+        import_modules(names)
 
 
 def _help(words: list[str]) -> int:
@@ -260,15 +267,14 @@ def _exit_code(config: Config, *, complete: bool) -> int:
 def exit_process(argv: list[str]) -> None:
     """Runs main and exits without teardown: gloo's threads sometimes abort a process that tears down in order.
 
-    Without a configuration file it trains with that of run_train.sh.
+    Without a configuration file it trains with debug_model.toml.
     """
     guard_outputs()
     faulthandler.enable(STDERR)  # prints what runs in each thread if a library aborts
     try:
-        code = main(with_file(argv, default=str(DEFAULT_FILE) if DEFAULT_FILE.exists() else ""))
+        code = main(with_file(argv, default=str(DEFAULT_CONFIG)))
     except ModuleNotFoundError as error:
-        remedy = "start with ./run_train.sh, which sets up an environment, or run pip install -e ."
-        print_error(f"the package {error.name} is not installed in {sys.executable}; {remedy}")
+        print_error(f"the package {error.name} is not installed in {sys.executable}; {reinstall()}")
         code = 2
     except Exception as error:
         if reason := explain_ended_process(error, is_alone=environment_integer("WORLD_SIZE", default=1) == 1):

@@ -3,7 +3,6 @@
 What a step does is written in `Trainer.train_step`; what happens between two steps, in `Trainer.train`.
 """
 
-import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +11,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.folder import NOTHING_DONE
 from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.checkpoint.progress import NOTHING_DONE
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.observe.profiling import Profiler
@@ -22,14 +21,15 @@ from torchtitan_clone.ops.kernels import use_huge_pages
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
-from torchtitan_clone.replicas.protocol import ReplicaGroup, init_outer_weights, outer_state
+from torchtitan_clone.replicas.protocol import ReplicaGroup, outer_state
 from torchtitan_clone.run.describe import describe_results, trace_collectives
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
+from torchtitan_clone.run.folder import record_config
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
-from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after, run_identity, write_config
-from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
+from torchtitan_clone.run.plan import is_export_due, plan_after, run_identity
+from torchtitan_clone.run.prepared import PreparedRun, find_initial_weights
 from torchtitan_clone.run.replicas import join_run
 from torchtitan_clone.run.state import RunOutcome, RunState, Saver, StepResult, TrainingError
 from torchtitan_clone.run.stopping import (
@@ -80,8 +80,7 @@ class Trainer:
         self._load_weights()
         # 4. What is measured and watched.
         self._timeouts = Timeouts(plan, rank=launch.rank)
-        if launch.rank == 0:
-            write_config(run.plan)
+        record_config(run.plan, checkpoints=self._checkpoints, rank=launch.rank)
         self._stop = StopPolicy(
             stop,
             max_seconds=config.training.max_seconds,
@@ -126,7 +125,7 @@ class Trainer:
         self._state.resume_at(self._checkpoints.load())
         if not self._state.step and (weights := self._run.initial_weights or find_initial_weights(self._run.plan)):
             weights.load_into(self.engine.model_tensors(), log_warnings=self._launch.rank == 0)
-        init_outer_weights(self._state.outer_weights, parameters=self.engine.parameters)
+        self._state.init_averages()
 
     # ------------------------------------------------------------------ the loop: what happens between two steps
 
@@ -138,7 +137,7 @@ class Trainer:
         if self._stop.agree():
             raise StopBeforeTraining(self._stop.reason)
         state, metrics, last_step = self._state, self._metrics, self._run.plan.last_step
-        attempts = 0
+        attempts, is_rewound = 0, False
         can_train = self._begin_step(first=True)
         if can_train and self._replicas.is_writer:
             with self._timeouts.relaxed():
@@ -147,7 +146,7 @@ class Trainer:
         with self._profiler, GCControl(self._run.plan.config.training.gc_freq) as gc_control:
             while can_train and state.step < last_step:
                 attempts += 1
-                is_new_phase = self._maybe_change_phase()
+                is_new_phase = self._maybe_change_phase() or is_rewound
                 result = self._attempt_step(state.step + 1, attempt=attempts)
                 if result is None:
                     break
@@ -156,16 +155,14 @@ class Trainer:
                     self._timeouts.expect_steady_state()
                     use_huge_pages()
                     self._checkpoints.prepare()
-                if result.committed:
-                    self._log_step(result, is_first=attempts == 1)
+                is_rewound = result.committed and self._maybe_rewind()
+                if result.committed and not is_rewound:
+                    log_step(self._metrics, result=result, state=state, is_first=attempts == 1)
                     gc_control.maybe_collect(result.step)
                     self._profiler.step()
                     if self._validator.is_due(result.step) and (result.step == last_step or not stop):
                         stop = not self._validate(result.step)
-                    if self._checkpoints.is_due(result.step, overdue=result.save_overdue):
-                        self._saver.save()
-                        metrics.restart_interval()
-                    self._saver.log_finished_saves()
+                    self._saver.save_if_due(result.step, overdue=result.save_overdue)
                     if result.step < last_step and not stop:
                         self._maybe_export(result.step)
                 can_train = not stop and state.step < last_step and self._begin_step()
@@ -180,10 +177,10 @@ class Trainer:
         can_train = self._replicas.begin_step()
         seconds = time.perf_counter() - start
         if first:  # only now is it known at which step the run continues
-            metrics.start(after_step=state.step, lost=self._replicas.rolled_back_steps())
+            metrics.start(after_step=state.last_known_step, lost=state.steps_of(self._replicas.rolled_back_steps()))
             metrics.ledger.book("start_up", self._stop.process_age_seconds - seconds)
         elif state.was_recovered:
-            metrics.forget(after_step=state.step, lost=self._replicas.rolled_back_steps())
+            metrics.forget(after_step=state.last_known_step, lost=state.steps_of(self._replicas.rolled_back_steps()))
         if state.was_recovered:
             metrics.log_event(state.step, RECOVERED, seconds=seconds)
         metrics.ledger.book("healing" if state.was_recovered else "waiting", seconds)
@@ -191,7 +188,11 @@ class Trainer:
 
     def _attempt_step(self, step: int, *, attempt: int) -> StepResult | None:
         """Runs a step, traced and timed as the options say; None if the deadline interrupted it."""
-        plan = self.engine.plan
+        plan, state = self.engine.plan, self._state
+        if state.suspect_step is not None:
+            from torchtitan_clone.run.rewind import find_target
+
+            find_target(state, checkpoints=self._checkpoints, replicas=self._replicas)
         timer = self._stragglers.timer(step, mesh=self.engine.mesh) if plan.degrees.pp == 1 else None
         is_traced = attempt == 2 and plan.config.debug.trace_collectives
         trace = trace_collectives(plan, mesh=self.engine.mesh, rank=self._launch.rank) if is_traced else nullcontext()
@@ -226,20 +227,25 @@ class Trainer:
         plan = self._run.plan.at_step(state.step + 1, batch=state.loader.next_batch_number)
         if plan is self.engine.plan:
             return False
-        from torchtitan_clone.run.remesh import remesh
+        from torchtitan_clone.run.remesh import change_phase
 
-        start = time.perf_counter()
-        self._checkpoints.forget_layout()
-        self._timeouts.expect_slow_steps()
-        position = state.loader.state_dict()
-        state.engine = remesh(state.engine, plan)
-        self._timeouts.expect_slow_steps()  # the new groups too
-        state.loader, self._validator.loader = open_loaders(
-            plan, dataset=self._run.dataset, rank=self._launch.rank, position=position
-        )
-        gc.collect()  # modules and their hooks refer to one another
-        self._metrics.log_event(state.step, describe_phase(plan), seconds=time.perf_counter() - start)
-        self._metrics.restart_interval()
+        change_phase(
+            state, plan, dataset=self._run.dataset, rank=self._launch.rank, checkpoints=self._checkpoints,
+            validator=self._validator, timeouts=self._timeouts, metrics=self._metrics,
+        )  # fmt: skip
+        return True
+
+    def _maybe_rewind(self) -> bool:
+        """Goes back to a checkpoint after spikes that did not end, and returns whether it did."""
+        if not self._state.must_go_back:
+            return False
+        from torchtitan_clone.run.rewind import go_back
+
+        go_back(
+            self._state, plan=self._run.plan, checkpoints=self._checkpoints, saver=self._saver, metrics=self._metrics,
+            timeouts=self._timeouts, replicas=self._replicas, rank=self._launch.rank,
+            change_phase=self._maybe_change_phase, discard_steps=self._discard_steps,
+        )  # fmt: skip
         return True
 
     # ------------------------------------------------------------------ the step
@@ -297,25 +303,17 @@ class Trainer:
 
     # ------------------------------------------------------------------ what follows a step
 
-    def _log_step(self, result: StepResult, *, is_first: bool) -> None:
-        plan = self._run.plan
-        is_due = result.step == plan.last_step or result.step % plan.config.metrics.log_freq == 0
-        if is_first or result.stop or is_due:
-            log_step(self._metrics, result=result, state=self._state)
-        if is_first:
-            self._metrics.log_goodput(result.step)
-        self._metrics.progress(result.step)
-
     def _validate(self, step: int) -> bool:
         """Logs validation and evaluation; returns False if a request to stop interrupted them."""
-        is_done = self._validator.run(
+        if self._run.plan.config.ema.validate:  # the save in progress is of the weights
+            self._checkpoints.wait_for_staging()
+        return self._validator.run(
             step, engine=self.engine, metrics=self._metrics, timeouts=self._timeouts, stops=self._saver.stops_validation
         )
-        self._metrics.restart_interval()
-        return is_done
 
     def _maybe_export(self, step: int) -> None:
         if is_export_due(self._run.plan.config, step=step) and self._replicas.is_writer:
+            self._saver.check_replicas()
             with self._timeouts.relaxed():
                 self._exporter.export(step, engine=self.engine, plan=self.engine.plan)
             self._metrics.restart_interval()

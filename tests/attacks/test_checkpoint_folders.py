@@ -61,12 +61,20 @@ def put(document, path, value):
         document[last] = value
 
 
+SPIKES = {"stage": 0, "in_a_row": 1, "first_step": 9, "losses": [3.0], "grad_norms": [1.0]}
+REWIND = {"step": 4, "from_step": 8, "first_batch": 5, "last_batch": 8}
 PROGRESS = [
     (["step"], 999), (["step"], -1), (["step"], HUGE), (["step"], True), (["step"], "10"), (["step"], 10.0),
     (["tokens_seen"], -1), (["tokens_seen"], None), (["skipped_steps"], 11), (["skipped_steps"], []), (["data"], []),
     (["data"], ...), (["other"], 1), (["data", "samples"], "8"), (["data", "samples"], HUGE), (["data"], {"seed": 1}),
     (["data", "seed"], HUGE), (["data", "held_out_fraction"], 2), (["data", "cursors"], []), (["data", "seq_len"], -1),
     (["data", "cursors"], [[0, 0]]), (["data", "bookmark"], [0, 0, 0]), (["data", "document_masking"], "yes"),
+    (["spikes"], []), (["spikes"], {}), (["spikes"], SPIKES | {"in_a_row": -1}), (["spikes"], SPIKES | {"other": 1}),
+    (["spikes"], SPIKES | {"losses": ["3"]}), (["spikes"], SPIKES | {"losses": [1e300]}),
+    (["rewinds"], {}), (["rewinds"], [1]), (["rewinds"], [REWIND | {"from_step": 4}]),
+    (["rewinds"], [REWIND | {"last_batch": 4}]), (["rewinds"], [REWIND | {"first_batch": 0}]),
+    (["rewinds"], [REWIND | {"step": "4"}]), (["rewinds"], [REWIND | {"other": 1}]),
+    (["spikes"], SPIKES | {"grad_norms": [1.0, 2.0]}), (["spikes"], SPIKES | {"stage": True}),
 ]  # fmt: skip
 MATRIX = ["tensors", "model/matrix"]
 PART = [*MATRIX, "parts", 0]
@@ -105,6 +113,13 @@ MANIFEST = [
         "\x1b[2J",
     )),
 ]  # fmt: skip
+
+
+def test_what_a_run_knows_of_spikes(step):
+    document = read(step / "progress.json")
+    (step / "progress.json").write_text(json.dumps(document | {"spikes": SPIKES, "rewinds": [REWIND]}))
+    seal(step)
+    verify(step, step=10, digests=True)
 
 
 def test_values_of_the_manifest(step):

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models
 from tests.data.corpora import TOKENIZER, jsonl, open_corpus, parquet, texts, write, write_corpus, zst
 from tests.support.harness import run_ranks
 from tests.support.runs import exit_codes, options
-from torchtitan_clone.checkpoint.folder import check_position
+from torchtitan_clone.checkpoint.progress import check_position
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from scripts.convert_from_hf import convert
 from tests.support.harness import run_ranks
 from tests.support.hostile_folders import write_header
 from tests.support.runs import exit_codes, options
+from torchtitan_clone.commands.convert_from_hf import convert
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, build_tokenizer, tokenizer_files
@@ -129,7 +129,7 @@ def test_the_links_of_the_hub_cache_are_followed(tmp_path):
         assert {name: tuple(entry.shape) for name, entry in found.entries.items()} == {"a": (3,), "b": (4,)}
         tokenizer = build_tokenizer(str(folder))
         assert tokenizer.fingerprint == build_tokenizer(None).fingerprint
-        files = tokenizer_files(str(folder), tokenizer=tokenizer)
+        files = tokenizer_files(tokenizer)
         assert files["tokenizer.json"] == (SHIPPED_FOLDER / "tokenizer.json").read_bytes()
     # Only the blobs are open to it, not the rest of the cache.
     (snapshot.parent / "other").mkdir()
@@ -223,6 +223,16 @@ TOKENIZERS = {
     "an id of many digits": lambda f: tokenizer(
         f, {"a": 0}, config=EOS | {"added_tokens_decoder": {"9" * 5000: {"content": "<end>", "special": True}}}
     ),
+    "a text among the ends": lambda f: (
+        tokenizer(f, {"a": 0}, config=EOS),
+        (f / "generation_config.json").write_text('{"eos_token_id": [0, "1"]}'),
+        f,
+    )[-1],
+    "a text as the end": lambda f: (
+        tokenizer(f, {"a": 0}, config=EOS),
+        (f / "generation_config.json").write_text('{"eos_token_id": "1"}'),
+        f,
+    )[-1],
     "tokenizer.json is a pipe": lambda f: (tokenizer(f, {"a": 0}, config=EOS), pipe(f, "tokenizer.json"), f)[-1],
     "a link outside": lambda f: (tokenizer(f, {"a": 0}, config=EOS), link(f, "tokenizer_config.json", "../x"), f)[-1],
     "a template is a pipe": lambda f: (tokenizer(f, {"a": 0}, config=EOS), os.mkfifo(f / "chat_template.jinja"), f)[-1],

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.checkpoint.folder import parse_progress
+from torchtitan_clone.checkpoint.progress import parse_progress
 from torchtitan_clone.documents import DocumentError, Value
 
 torchft = pytest.importorskip("torchft")
@@ -92,9 +92,13 @@ def test_headers(groups):
         exchange(groups, send_header(json.dumps(header(groups, layout="other")).encode()))
 
 
-@pytest.mark.parametrize(
-    "change", [{"step": -1}, {"step": "7"}, {"tokens_seen": 2**70}, {"skipped_steps": 8}, {"data": 1}, {"other": 1}]
-)
+CHANGES = [
+    {"step": -1}, {"step": "7"}, {"tokens_seen": 2**70}, {"skipped_steps": 8}, {"data": 1}, {"other": 1},
+    {"spikes": {"losses": [1.0]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_progress_of_a_peer(change):
     with pytest.raises(DocumentError, match="peer"):
         parse_progress(Value(PROGRESS | change, where="peer"))

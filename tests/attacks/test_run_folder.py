@@ -242,7 +242,7 @@ def test_secrets_are_refused_where_they_would_be_stored(name, option):
     config = load_config([f"--slurm.{option.format(name)}"])
     (problem,) = find_config_errors(config, device_type="cpu")
     assert f"{name} looks like a secret" in problem
-    assert f"export {name} before submit.py" in problem
+    assert f"export {name} before you submit" in problem
     assert "hunter2" not in problem
 
 

@@ -252,7 +252,8 @@ def test_an_interface_that_does_not_exist_is_a_configuration_error(corpus, tmp_p
     code, output = train(argv, log_folder=tmp_path)
     assert (code, output.startswith(problem)) == (2, True)
     assert not (tmp_path / "run").exists()
-    assert main(["--nproc-per-node=1", "--nnodes=2", *argv]) == 2
+    nodes = ["--nproc-per-node=1", "--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"]
+    assert main([*nodes, *argv]) == 2
     assert capfd.readouterr().err.startswith(problem)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.harness import RankFailed, StartedRank, run_ranks, start_ranks
-from torchtitan_clone.checkpoint.folder import Progress
 from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.checkpoint.progress import Progress
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.parallel.runtime import Launch, process_group

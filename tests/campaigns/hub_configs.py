@@ -28,9 +28,12 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
+from tests.hub.test_released_configs import TABLE, config_of
+from tests.support import twins  # registers classes that transformers does not find
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.hub.keys import ONLY_VALUES, WITHOUT_EFFECT
-from torchtitan_clone.tools.trained_model import read_hub_model
+from torchtitan_clone.run.trained import find_trained
+from torchtitan_clone.tools.trained_model import read_model
 
 Config = dict[str, Any]
 LAYERS, TOKENS, VOCABULARY = 4, 48, 128
@@ -185,7 +188,7 @@ RELEASES: dict[str, Config] = {
     "llama dropout": llama(attention_dropout=0.1),
     "llama unsloth": llama(**GQA, unsloth_fixed=True, unsloth_version="2024.9", rope_scaling=LLAMA3, rope_theta=5e5),
     "llama gptq": llama(quantization_config={"quant_method": "gptq", "bits": 4}),
-    "qwen2.5 7B": llama(model_type="qwen2", use_sliding_window=False, sliding_window=131072, rope_theta=1000000.0),
+    "qwen2.5 7B": llama(**GQA, model_type="qwen2", use_sliding_window=False, sliding_window=131072, rope_theta=1e6),
     "mistral 7B": llama(model_type="mistral", sliding_window=8, **GQA),
     "qwen3 0.6B": qwen3(tie_word_embeddings=True),
     "qwen3 8B": qwen3(),
@@ -231,6 +234,46 @@ RELEASES: dict[str, Config] = {
 }  # fmt: skip
 
 
+_SMALL: Config = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+    "model_max_length": 64, "original_max_position_embeddings": 16, "sliding_window": 8, "rotary_dim": 8,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 8, "n_routed_experts": 8,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "num_experts_per_token": 3, "first_k_dense_replace": 1,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "qk_head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16, "num_heads": 4, "full_attn_layers": [4], "kda_layers": [1, 2, 3],
+}  # fmt: skip
+
+
+def shrunk(config: Config) -> Config:
+    """Returns a configuration with small sizes, also in its tables."""
+    small: Config = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            small[key] = shrunk(value)
+        elif isinstance(value, list):
+            small[key] = _SMALL.get(key, value[:LAYERS])
+        elif value is not None:
+            small[key] = 3 if key.endswith("_token_id") else _SMALL.get(key, value)
+        else:
+            small[key] = None
+    if "kv_lora_rank" in small:  # each head has keys of its own
+        small |= {"num_key_value_heads": small["num_attention_heads"], "head_dim": 32}
+    return small
+
+
+def of_family(family: str) -> Config:
+    """Returns the first configuration of a family that resolves, of its text model, as if its weights were not fp8."""
+    config = config_of(next(name for name, each in TABLE[family]["releases"].items() if "refused" not in each))
+    return shrunk({key: value for key, value in config.get("text_config", config).items() if "quantization" not in key})
+
+
+FAMILIES = {family: of_family(family) for family in TABLE if family not in twins.TYPES}
+"""Configurations of families with releases in a table, except those that transformers has no class for."""
+RELEASES |= {f"{family}, released": config for family, config in FAMILIES.items()}
+
+
 def build_folder(folder: Path, config: Config) -> None:
     """Saves random weights of the configuration, with the configuration as it is given. Raises what transformers does.
 
@@ -261,7 +304,7 @@ def read_theirs(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
 
 
 def read_ours(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
-    model, _ = read_hub_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    model = read_model(find_trained(folder), dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():
         return model(tokens_BT, positions_BT=torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT))
 
@@ -299,6 +342,7 @@ BASES = {
     "llama": RELEASES["llama 3.1 8B"], "qwen3": RELEASES["qwen3 8B, yarn"], "qwen3_moe": RELEASES["qwen3_moe 30B-A3B"],
     "olmo2": RELEASES["olmo2 32B"], "olmo3": RELEASES["olmo3 32B"], "deepseek_v2": RELEASES["deepseek V2"],
     "deepseek_v3": RELEASES["deepseek V3"], "llama4": RELEASES["llama4 scout"], "gpt_oss": RELEASES["gpt_oss 20b"],
+    **FAMILIES,
 }  # fmt: skip
 ABSENT = object()
 _ODD_KEYS = (
@@ -312,7 +356,7 @@ _ODD_KEYS = (
 
 def mutations(base: Config) -> Iterator[tuple[str, Config]]:
     """Yields configurations that differ in one key: absent, null, of another type, and with other values."""
-    scaling = base.get("rope_scaling") or {}
+    scaling = base.get("rope_scaling") or base.get("rope_parameters") or {}
     for key in [*(key for key in base if key != "model_type"), *_ODD_KEYS, *ONLY_VALUES]:
         for value in (ABSENT, None, *_other_values(base.get(key))):
             changed = {name: each for name, each in base.items() if name != key}
@@ -323,7 +367,7 @@ def mutations(base: Config) -> Iterator[tuple[str, Config]]:
             changed = {name: each for name, each in scaling.items() if name != key}
             table = changed | ({} if value is ABSENT else {key: value})
             for place in ("rope_scaling", "rope_parameters"):
-                others = {name: each for name, each in base.items() if name != "rope_scaling"}
+                others = {name: each for name, each in base.items() if name not in ("rope_scaling", "rope_parameters")}
                 text = "absent" if value is ABSENT else repr(value)
                 yield f"{place}: {key} = {text}", {**others, place: table}
 

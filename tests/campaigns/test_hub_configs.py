@@ -16,7 +16,6 @@ REFUSED = {
     "llama multipliers": "embedding_multiplier = 12.0",
     "llama dropout": "attention_dropout = 0.1",
     "llama gptq": "quantization_config = 'gptq'",
-    "qwen2.5 7B": "model_type = 'qwen2'",
     "olmo2 clip": "clip_qkv = 8.0",
     "olmo3 other theta": "sliding_attention",
     "deepseek V3, llama3 mscale": "mscale_all_dim = 1.0",
@@ -24,7 +23,8 @@ REFUSED = {
 }
 EQUAL = (
     "llama 2 7B", "llama 3.2 1B", "llama two original lengths", "llama one original length", "llama yarn",
-    "qwen3 0.6B", "qwen3 8B, yarn", "qwen3_moe not normalized", "olmo2 32B", "olmo3 32B", "olmo3 of transformers 5",
+    "qwen2.5 7B", "mistral 7B", "qwen3 0.6B", "qwen3 8B, yarn", "qwen3_moe not normalized", "olmo2 32B", "olmo3 32B",
+    "olmo3 of transformers 5",
     "deepseek V2", "deepseek V3", "deepseek moonlight", "llama4 scout", "llama4 no tuning", "gpt_oss 20b",
 )  # fmt: skip
 

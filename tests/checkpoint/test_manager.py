@@ -9,11 +9,8 @@ import torch
 from tests.support.checkpoint_states import SlowState, read_tensors, save
 from tests.support.harness import run_ranks
 from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
+from tests.support.trainers import open_trainer
 from torchtitan_clone.checkpoint.folder import committed_steps, finished_step
-from torchtitan_clone.config import load_config
-from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.trainer import Trainer
 
 ASYNC_MODES = ("async", "async_with_pinned_mem")
@@ -114,13 +111,8 @@ class SlowlyCopiedTrainer(Trainer):
 
 def train_with_slow_copies(argv):
     """Trains all steps of a run."""
-    config = load_config(argv)
-    launch = Launch.from_environment()
-    device = torch.device("cpu")
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=device):
-        SlowlyCopiedTrainer(run, launch=launch, device=device, stop=StopRequest()).train()
+    with open_trainer(argv, trainer=SlowlyCopiedTrainer) as trainer:
+        trainer.train()
 
 
 @pytest.fixture(scope="module")

@@ -77,23 +77,51 @@ RULES = [
         for key, value in GROUP_OUT_OF_BOUNDS.items()
     ),
     *(
-        ([f"--slurm.time={time}"], "cpu", f'slurm.time = "{time}": not in Slurm\'s format; for example "90" (minutes)')
+        ([f"--slurm.time={time}"], "cpu", f'launch.time = "{time}": not in Slurm\'s format; for example "90" (minutes)')
         for time in ("1 hour", "1-", "12:00:00:00", "0")
     ),
     (
         ["--slurm.time=2:00", "--slurm.signal_seconds=120"],
         "cpu",
-        'slurm.signal_seconds = 120: must be less than slurm.time "2:00" = 120 s; decrease it',
+        'launch.grace_seconds = 120: must be less than launch.time "2:00" = 120 s; decrease it',
     ),
-    (["--slurm.environment={'A B' = 1}"], "cpu", 'slurm.environment: "A B" is not a valid name'),
+    (["--slurm.environment={'A B' = 1}"], "cpu", 'launch.environment: "A B" is not a valid name'),
     (
         ["--job.dump_folder=s3://bucket/runs"],
         "cpu",
-        'job.dump_folder = "s3://bucket/runs": object stores are not supported',
+        'job.dump_folder = "s3://bucket/runs": only checkpoint.folder may be in an object store',
+    ),
+    (
+        ["--job.dump_folder=s3://key:secret@bucket/runs"],
+        "cpu",
+        'job.dump_folder = "s3://...": only checkpoint.folder may be in an object store',
+    ),
+    (
+        ["--checkpoint.folder=s3://key:sec/ret@bucket/runs"],
+        "cpu",
+        'checkpoint.folder = "s3://...": a URL must not hold credentials',
     ),
     (["--checkpoint.folder=hf"], "cpu", 'checkpoint.folder = "hf": the run writes other files there; choose another'),
     (["--checkpoint.folder=./slurm/x"], "cpu", 'checkpoint.folder = "./slurm/x": the run writes other files there'),
-    (["--checkpoint.folder=gs://bucket"], "cpu", 'checkpoint.folder = "gs://bucket": object stores are not supported'),
+    (
+        ["--checkpoint.folder=s3://b/x", "--checkpoint.store_timeout_seconds=1000"],
+        "cpu",
+        "checkpoint.store_timeout_seconds = 1000: must be less than comm.init_timeout_seconds",
+    ),
+    (["--checkpoint.folder=gs://"], "cpu", 'checkpoint.folder = "gs://": must be SCHEME://BUCKET/PREFIX'),
+    (["--checkpoint.folder=gs://b/../x"], "cpu", 'checkpoint.folder = "gs://b/../x": must be SCHEME://BUCKET/PREFIX'),
+    (["--checkpoint.folder=file://x"], "cpu", 'checkpoint.folder = "file://x": must name an absolute path'),
+    (
+        ["--checkpoint.folder=s3://b/x", "--checkpoint.local_folder=s3://b/x"],
+        "cpu",
+        "only checkpoint.folder may be in an object store",
+    ),
+    (["--checkpoint.folder=s3://b/x", "--checkpoint.local_folder=hf"], "cpu", "the run writes other files there"),
+    (
+        ["--checkpoint.local_keep_latest_k=3"],
+        "cpu",
+        "checkpoint.local_keep_latest_k = 3: is for checkpoints in an object",
+    ),
     (
         [f"{FT}.enable"],
         "cpu",
@@ -181,7 +209,24 @@ RULES = [
     (
         ['--checkpoint.exclude_from_loading=["modell"]'],
         "cpu",
-        'exclude_from_loading = ["modell"]: unknown state; use model, optimizer, rng, data, or a name such as',
+        'exclude_from_loading = ["modell"]: unknown state; use model, optimizer, ema, rng, data, or a name',
+    ),
+    (["--ema.half_life=0.1"], "cpu", "ema.half_life = 0.1: no average is kept with ema.enable = false; set ema.enable"),
+    (
+        ["--ema.enable", "--ema.validate"],
+        "cpu",
+        "ema.validate = true: validation.enable and evaluation.enable are false",
+    ),
+    (["--ema.enable", "--ema.export"], "cpu", "ema.export = true: nothing is exported; set checkpoint.last_save_in_hf"),
+    (
+        [
+            "--ema.enable",
+            "--fault_tolerance.enable",
+            "--fault_tolerance.group_size=2",
+            "--fault_tolerance.semi_sync_method=diloco",
+        ],
+        "cpu",
+        "ema.enable = true: with fault_tolerance.semi_sync_method every replica group would average weights of its own",
     ),
     (
         ["--checkpoint.enable=false", "--checkpoint.load_step=5"],
@@ -195,6 +240,35 @@ RULES = [
             f"create_seed_checkpoint = true: nothing is saved with checkpoint.{off.replace('=', ' = ')}; change one",
         )
         for off in ("enable=false", "load_only=true")
+    ),
+    *(
+        (
+            ["--training.on_spike=rewind", f"--checkpoint.{off}"],
+            "cpu",
+            f'training.on_spike = "rewind": nothing is saved with checkpoint.{off.replace("=", " = ")}, so there is no',
+        )
+        for off in ("enable=false", "load_only=true")
+    ),
+    (
+        ["--training.on_spike=rewind", "--checkpoint.keep_latest_k=1"],
+        "cpu",
+        'checkpoint.keep_latest_k = 1: training.on_spike = "rewind" goes back to a checkpoint that is older than',
+    ),
+    (
+        ["--training.on_spike=rewind", "--training.spike_patience=1"],
+        "cpu",
+        'training.spike_patience = 1: with training.on_spike = "rewind" single spikes are skipped; set it to at least',
+    ),
+    (
+        [
+            "--training.on_spike=rewind",
+            "--fault_tolerance.enable",
+            "--fault_tolerance.group_size=2",
+            "--fault_tolerance.semi_sync_method=diloco",
+            "--training.steps=1000",
+        ],
+        "cpu",
+        'training.on_spike = "rewind": with fault_tolerance.semi_sync_method within a round each replica group has',
     ),
 ]
 

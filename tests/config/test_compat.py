@@ -1,6 +1,7 @@
 """TOML files written for torchtitan v0.2 load, or the error names the key and the reason."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.compat import FORMER_NAMES, TORCHTITAN_KEYS
 from torchtitan_clone.config.reader import TABLES
+from torchtitan_clone.config.schema_training import Optimizer
 
 SMALL = """
 [job]
@@ -332,6 +334,8 @@ def test_file_with_harmless_torchtitan_keys_loads(tmp_path: Path, caplog: pytest
     assert "attention stays within a document (training.document_masking = false)" in differences
     assert "norms are not decayed (optimizer.decay_all_parameters = true)" in differences
     assert "clamped at 3 standard deviations (training.init_cutoff = inf)" in differences
+    assert "only if the tokenizer's files add it to texts (data.add_bos = true)" in differences
+    assert "special tokens in text are characters (training.parse_special_tokens = true)" in differences
 
 
 @pytest.mark.parametrize("former", FORMER_NAMES)
@@ -348,7 +352,7 @@ def test_a_former_name_is_an_error_that_names_the_option(tmp_path: Path, former:
 
 
 def test_a_module_of_ones_own_is_the_way_to_import_before_a_run() -> None:
-    with pytest.raises(ConfigError, match=r"TRAIN_FILE=my_module \./run_train\.sh"):
+    with pytest.raises(ConfigError, match=r"set job\.imports = \[\"my_module\"\] instead"):
         load_config(["--experimental.custom_import=my_models"])
 
 
@@ -361,6 +365,7 @@ def test_all_defaults_of_torchtitan_load(tmp_path: Path) -> None:
 
 def test_no_line_on_differences_if_there_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     same = ["--training.document_masking=false", "--optimizer.decay_all_parameters", "--training.init_cutoff=inf"]
+    same += ["--data.add_bos", "--training.parse_special_tokens"]
     with caplog.at_level(logging.INFO, logger="torchtitan_clone"):
         load_config([write(tmp_path, SMALL), *same])
         load_config([])
@@ -447,13 +452,44 @@ expert_lr_factor = 1.0
 """
 
 
-def test_a_table_of_muon_loads_or_the_key_is_answered(tmp_path):
-    file = tmp_path / "muon.toml"
-    file.write_text(MUON)
-    optimizer = load_config([f"--job.config_file={file}"]).optimizer
-    assert (optimizer.name, optimizer.lr, optimizer.args) == ("Muon", 3e-4, {})
-    file.write_text(MUON.replace("mu = 0.95", "mu = 0.9").replace("head_lr_factor = 1.0", "head_lr_factor = 0.5"))
+def test_a_table_of_muon_loads(tmp_path):
+    optimizer = load_config([write(tmp_path, MUON)]).optimizer
+    assert optimizer == Optimizer(name="Muon", lr=3e-4)
+
+
+SAME = {"name", "lr", "weight_decay", "beta1", "beta2", "eps"}
+IGNORED = {"flatten", "use_triton", "power_iters", "qr_method", "rcqr_oversample"}
+ANSWERED = {
+    "algorithm": ('"dion"', 'set optimizer.name to "Muon", "AdamW" or "Adam" instead'),
+    "mu": ("0.9", "set optimizer.args.momentum instead"),
+    "nesterov": ("false", "set optimizer.args.nesterov instead"),
+    "adjust_lr": (
+        '"spectral_norm"', 'set optimizer.args.adjust_lr to "match_rms_adamw", "spectral" or "original" instead'
+    ),
+    "embedding_lr_factor": ("0.5", '[[optimizer.groups]] with pattern = "tok_embeddings.weight" and lr = the factor'),
+    "head_lr_factor": ("0.5", '[[optimizer.groups]] with pattern = "output.weight" and lr = the factor'),
+    "scalar_lr_factor": ("0.5", '[[optimizer.groups]] with pattern = "*norm.weight" and lr = the factor'),
+    "expert_lr_factor": ("0.5", '[[optimizer.groups]] with pattern = "*.experts.*" and lr = the factor'),
+    "embedding_optimizer": ('"lion"', "name another optimizer for them in [[optimizer.groups]]"),
+    "head_optimizer": ('"lion"', "name another optimizer for them in [[optimizer.groups]]"),
+    "scalar_optimizer": ('"lion"', "name another optimizer for them in [[optimizer.groups]]"),
+}  # fmt: skip
+"""Another value of each key that changes a run, and a part of the answer."""
+
+
+def test_each_key_of_the_table_of_muon_has_another_value_or_an_answer(tmp_path):
+    """All other values at once: those without effect are ignored, the others are named, each on its own line."""
+    assert set(re.findall(r"^(\w+) =", MUON, re.MULTILINE)) == SAME | IGNORED | ANSWERED.keys()
+    text = MUON.replace("flatten = true", "flatten = false").replace("power_iters = 1", "power_iters = 3")
+    for key, (value, _) in ANSWERED.items():
+        text = re.sub(rf"^{key} = .*$", f"{key} = {value}", text, flags=re.MULTILINE)
     with pytest.raises(ConfigError) as caught:
-        load_config([f"--job.config_file={file}"])
-    assert "optimizer.args.momentum" in caught.value.messages[0]
-    assert '[[optimizer.groups]] with pattern = "output.weight"' in caught.value.messages[1]
+        load_config([write(tmp_path, text)])
+    found = {message.split("optimizer.")[1].split(" ")[0]: message for message in caught.value.messages}
+    assert found.keys() == ANSWERED.keys()
+    assert all(answer in found[key] for key, (_, answer) in ANSWERED.items())
+
+
+def test_an_algorithm_that_no_name_repeats_is_answered(tmp_path):
+    with pytest.raises(ConfigError, match=r'optimizer\.algorithm = "muon": set optimizer.name to "Muon"'):
+        load_config([write(tmp_path, MUON.replace('name = "Muon"\n', ""))])

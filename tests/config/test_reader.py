@@ -131,7 +131,7 @@ def test_switches_and_hyphens_as_programs_with_tyro_write_them(write) -> None:
     assert load_config([file, "--parallelism.no-enable-compiled-autograd"]).compile.enable is True
     assert load_config(["--compile.no_enable", "--compile.enable"]).compile.enable is True
     assert load_config(["--data.no-add-bos"]).data.add_bos is False
-    assert load_config(["--slurm.environment.MY-NAME=x"]).slurm.environment == {"MY-NAME": "x"}
+    assert load_config(["--slurm.environment.MY-NAME=x"]).launch.environment == {"MY-NAME": "x"}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ UNKNOWN = [
     ("[training]\n\n# c\nlr = 1\n", "a.toml:4: training.lr: unknown option; did you mean optimizer.lr?"),
     (
         "[checkpoint]\nfreq = 1\n",
-        "a.toml:2: checkpoint.freq: unknown option; did you mean validation.freq or evaluation.freq?",
+        "a.toml:2: checkpoint.freq: unknown option; did you mean ema.freq or validation.freq or evaluation.freq?",
     ),
     (
         "[compile]\nzzz = 1\n",

@@ -37,8 +37,11 @@ print(load_cpp([Path(path) for path in sys.argv[1:]], flags=["-O0"]).seven())
 class User:
     """A user with a compiler that writes each of its calls to a file, two sources, and caches in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: Path) -> None:
         self.folder = folder
+        self.python = python
+        self.script = folder / "load.py"
+        self.script.write_text(LOAD)
         self.calls = folder / "calls"
         (folder / "tmp").mkdir()
         self.sources = [folder / "three.cpp", folder / "seven.cpp"]
@@ -55,9 +58,11 @@ class User:
 
     def start(self, **environment: str) -> "subprocess.Popen[str]":
         """Starts a process that loads the library, and prints the result of its function."""
+        # A process that was forked has decided for its processor, and cannot load a library before its own.
+        python = sys.executable if {"ATEN_CPU_CAPABILITY", "LD_PRELOAD"} & {*environment} else self.python
         own = {"XDG_CACHE_HOME": self.folder / "cache", "TMPDIR": self.folder / "tmp", "CXX": self.compiler}
         return subprocess.Popen(
-            [sys.executable, "-c", LOAD, *map(str, self.sources)],
+            [python, self.script, *self.sources],
             env={**os.environ, **{name: str(path) for name, path in own.items()}, **environment},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
@@ -82,8 +87,8 @@ ALL = ["three.cpp", "seven.cpp", "link"]
 
 
 @pytest.fixture
-def user(tmp_path: Path) -> User:
-    return User(tmp_path)
+def user(tmp_path: Path, python: Path) -> User:
+    return User(tmp_path, python)
 
 
 def test_a_library_is_compiled_once_for_a_compiler_and_a_processor(user):

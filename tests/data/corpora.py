@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 import zstandard
 
 from torchtitan_clone.config.schema_training import Data, Training
-from torchtitan_clone.data import build_tokenizer, open_dataset
+from torchtitan_clone.data import build_tokenizer, open_dataset, preparation
 
 TOKENIZER = build_tokenizer(None)
 """The tokenizer that is part of the package."""
@@ -82,6 +83,25 @@ def open_corpus(path: Path, *, cache: Path, tokenizer=TOKENIZER, held_out_fracti
     )
 
 
+def read_hub_in(folder: Path, *, patch: pytest.MonkeyPatch) -> None:
+    """Changes to a folder, whose ./org/name the library reads as the hub dataset of that name, without a network."""
+    patch.chdir(folder)
+    patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 def files_below(folder: Path) -> list[str]:
     """Returns the names of all files and folders below a folder."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def prepare_store(source, **options):
+    """Returns the store of a source, tokenized by processes of its own."""
+    with preparation.tokenizer_processes(options["data"]) as processes:
+        return preparation.prepare_store(source, processes=processes, **options)
+
+
+def prepare_parts(source, **options):
+    """Makes some of the parts of a source, tokenized by processes of their own; returns whether now all exist."""
+    with preparation.tokenizer_processes(options["data"]) as processes:
+        return preparation.prepare_parts(source, processes=processes, **options)

@@ -29,7 +29,7 @@ def sources(folder, *, has_hub=True, **changes):
     return [DataSource(**entry | changes.get(entry["name"], {})) for entry in entries]
 
 
-def open_mixture(folder, *, entries=None, stages=STAGES, skip_steps=(), steps=None, **training):
+def open_mixture(folder, *, entries=None, stages=STAGES, skip_steps=(), steps=None, tokenizer=TOKENIZER, **training):
     """Opens a mixture; `steps` checks it for a run of that length."""
     data = Data(
         sources=sources(folder) if entries is None else entries,
@@ -41,7 +41,7 @@ def open_mixture(folder, *, entries=None, stages=STAGES, skip_steps=(), steps=No
     options = Training(**{"seq_len": SEQ_LEN, **training})
     timeline = resolved_timeline(data, training=options, global_batch_size=GLOBAL_BATCH)
     mixture = None if timeline is None else Mixture(timeline, seed=0)
-    dataset = open_dataset(training=options, data=data, tokenizer=TOKENIZER, mixture=mixture)
+    dataset = open_dataset(training=options, data=data, tokenizer=tokenizer, mixture=mixture)
     if steps is not None:
         dataset.check(steps=steps)
     return dataset

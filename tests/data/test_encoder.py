@@ -11,12 +11,18 @@ import pytest
 
 from tests.data.corpora import TOKENIZER, texts
 from tests.data.processes import children, is_alive, wait_for
-from torchtitan_clone.data.encoder import TokenizerProcessError, encode_batches
+from torchtitan_clone.data.encoder import TokenizerProcessError, TokenizerProcesses
+from torchtitan_clone.data.encoder import encode_batches as encode_by
 
 
 def batches(count: int) -> list[tuple[list[str], int]]:
     """Returns labeled batches of texts."""
     return [(texts(20, seed=number), number) for number in range(count)]
+
+
+def encode_batches(batches, *, num_processes, **options):
+    with TokenizerProcesses(num_processes) as processes:
+        yield from encode_by(batches, processes=processes, **options)
 
 
 def encoders() -> list[int]:
@@ -27,23 +33,38 @@ def encoders() -> list[int]:
 @pytest.mark.parametrize(("num_processes", "dtype"), [(1, "uint16"), (3, "uint32")])
 def test_batches_come_back_in_order_with_their_labels(num_processes, dtype):
     encoded = encode_batches(batches(12), tokenizer=TOKENIZER, dtype=dtype, num_processes=num_processes)
-    for number, (label, tokens, lengths) in enumerate(encoded):
+    number = -1
+    for number, (label, tokens, lengths, spelled) in enumerate(encoded):
         expected = [[*ids, TOKENIZER.eos_id] for ids in TOKENIZER.encode_batch(texts(20, seed=number))]
         assert label == number
         assert tokens.dtype == dtype
         assert tokens.tolist() == [token for document in expected for token in document]
         assert lengths.dtype == np.int64
         assert lengths.tolist() == [len(document) for document in expected]
+        assert spelled.tolist() == [0] * 20
     assert number == 11
     assert not encoders()
 
 
 def test_a_beginning_token_precedes_each_text():
     tokenizer = replace(TOKENIZER, bos_id=7)
-    ((_, tokens, lengths),) = encode_batches([(["a", ""], 0)], tokenizer=tokenizer, dtype="uint16", num_processes=1)
+    ((_, tokens, lengths, _),) = encode_batches([(["a", ""], 0)], tokenizer=tokenizer, dtype="uint16", num_processes=1)
     (ids,) = TOKENIZER.encode_batch(["a"])
     assert tokens.tolist() == [7, *ids, TOKENIZER.eos_id, 7, TOKENIZER.eos_id]
     assert lengths.tolist() == [len(ids) + 2, 2]
+
+
+def test_processes_tokenize_for_one_source_after_another():
+    """Also for another tokenizer in between; those of before go on."""
+    with TokenizerProcesses(1) as processes:
+        pids = []
+        for tokenizer in (TOKENIZER, replace(TOKENIZER, bos_id=7), replace(TOKENIZER, bos_id=7), TOKENIZER):
+            ((_, tokens, _, _),) = encode_by([(["a b"], 0)], tokenizer=tokenizer, dtype="uint16", processes=processes)
+            start = [] if tokenizer.bos_id is None else [7]
+            assert tokens.tolist() == [*start, *TOKENIZER.encode_batch(["a b"])[0], TOKENIZER.eos_id]
+            pids += encoders()
+    assert len(set(pids)) == 1
+    assert not encoders()
 
 
 def test_closing_early_ends_the_processes():

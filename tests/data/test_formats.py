@@ -16,14 +16,13 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from tests.data.corpora import TOKENIZER, open_corpus, write
+from tests.data.corpora import TOKENIZER, open_corpus, prepare_store, write
 from tests.data.loaders import next_batches, rows_of, train_loader
 from tests.data.test_tokenizer import word_level
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.formats import TokenFiles, has_token_rows, select_token_files
-from torchtitan_clone.data.preparation import prepare_store
 from torchtitan_clone.data.sources import find_source, source_fingerprint
 from torchtitan_clone.data.token_store import TokenArray
 from torchtitan_clone.ops import IGNORE_INDEX

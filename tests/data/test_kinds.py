@@ -155,9 +155,9 @@ FOREIGN = [
     ("warc", {"a.warc.gz": gzip.compress(b"WARC/1.0\r\n"), "b.txt": PROSE * 100}, "web archive"),
     ("warc", {"a": gzip.compress(b"WARC/1.0\r\n"), "b.txt": PROSE * 100}, "web archive"),
     ("utf16", {"a.txt": PROSE.encode("utf-16"), "b.txt": PROSE * 100}, "UTF-16, not UTF-8; convert it with `iconv -f"),
-    ("utf16", {"a.txt": PROSE.encode("utf-16-be"), "b.txt": PROSE * 100}, "UTF-16"),
+    ("utf16", {"a.txt": PROSE.encode("utf-16-be"), "b.txt": PROSE * 100}, "`iconv -f UTF-16BE -t"),
     ("utf16", {"a.jsonl": LINES.decode().encode("utf-16"), "b.txt": PROSE * 100}, "UTF-16"),
-    ("utf16", {"a.txt.gz": gzip.compress(PROSE.encode("utf-16-le")), "b.txt": PROSE * 100}, "UTF-16"),
+    ("utf16", {"a.txt.gz": gzip.compress(PROSE.encode("utf-16-le")), "b.txt": PROSE * 100}, "`iconv -f UTF-16LE"),
     ("utf32", {"a.txt": PROSE.encode("utf-32"), "b.txt": PROSE * 100}, "UTF-32"),
 ]
 

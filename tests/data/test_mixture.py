@@ -131,3 +131,17 @@ def test_batches_that_are_passed_over_are_used_and_not_trained():
     tokens = order.tokens_before(timeline.first_sample(batch=61))
     assert sum(tokens) == 40 * BATCH * 16
     assert order.uses_by_stage(timeline.first_sample(batch=60)).sum() * 16 == sum(tokens) + 19 * BATCH * 16
+
+
+def test_ranges_are_added_and_may_overlap():
+    order = mixture({"web": 1.0}, skip_steps=[(40, 59), (70, 71)])
+    for ranges, expected in (
+        ([(50, 64)], ((40, 64), (70, 71))),
+        ([(60, 61), (5, 5)], ((5, 5), (40, 61), (70, 71))),
+        ([(30, 90), (45, 46)], ((30, 90),)),
+    ):
+        order.pass_over(ranges)
+        assert order.timeline.skipped == expected
+        assert sum(order.tokens_before(order.timeline.first_sample(batch=101))) == BATCH * 16 * (
+            100 - sum(last - first + 1 for first, last in expected)
+        )

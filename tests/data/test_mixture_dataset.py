@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.corpora import TOKENIZER, jsonl, texts, write
+from tests.data.corpora import TOKENIZER, jsonl, read_hub_in, texts, write
 from tests.data.loaders import assert_equal, concatenate, next_batches, train_loader
 from tests.data.mixtures import GLOBAL_BATCH, SEQ_LEN, STAGES, Run, open_mixture, sources, write_sources
 from torchtitan_clone.config import ConfigError
@@ -31,19 +31,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _offline(folder, monkeypatch):
-    """Changes to the folder, where the hub dataset lies, and keeps the libraries from using the network."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    read_hub_in(folder, patch=monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def expected(folder):
     """Returns the batches of all steps, read by one rank, and the state after each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        read_hub_in(folder, patch=patch)
         run = Run(open_mixture(folder))
         found, states = [], [run.state()]
         for _ in range(STEPS):

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
-from tests.programs import ROOT, load_program
+from tests.data.corpora import TOKENIZER, files_below, jsonl, prepare_parts, prepare_store, texts, write
 from tests.support.harness import run_ranks
+from torchtitan_clone.commands import prepare_data
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, Training
-from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source
 
-SCRIPT = "scripts/prepare_data.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 PROCESSES = multiprocessing.get_context("forkserver")
 NUM_FILES = 6
 
@@ -184,8 +183,8 @@ def test_a_file_that_fails_while_it_is_read_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def script():
-    """Returns scripts/prepare_data.py as a module."""
-    return load_program(SCRIPT)
+    """Returns the command."""
+    return prepare_data
 
 
 def test_the_script_prepares_as_an_array_of_tasks(tmp_path, corpus, script, monkeypatch, capsys):
@@ -210,7 +209,7 @@ def test_ctrl_c_ends_the_script_and_its_processes(tmp_path, script):
     corpus, cache = write(tmp_path / "corpus", files), tmp_path / "cache"
     words = [f"--training.dataset_path={corpus}", f"--data.cache_folder={cache}", "--part_mib=0.001"]
     process = subprocess.Popen(
-        [sys.executable, ROOT / SCRIPT, *words, "--data.prepare_processes=2"],
+        [sys.executable, SCRIPT, *words, "--data.prepare_processes=2"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     while process.poll() is None and not finished(cache):

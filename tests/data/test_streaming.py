@@ -1,7 +1,4 @@
-"""Streamed hub data equals a simple reference and resumes exactly.
-
-These tests are offline: the library treats a folder ./org/name as the dataset of that name, and reads it like the hub.
-"""
+"""Streamed hub data equals a simple reference and resumes exactly."""
 
 import json
 import sys
@@ -12,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data.corpora import TOKENIZER, jsonl, parquet, texts, write
+from tests.data.corpora import TOKENIZER, jsonl, parquet, read_hub_in, texts, write
 from tests.data.loaders import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -39,10 +36,7 @@ FRACTION = 0.1
 
 @pytest.fixture(autouse=True)
 def _offline(tmp_path, monkeypatch):
-    """Changes to an empty folder, and keeps the libraries from using the network."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    read_hub_in(tmp_path, patch=monkeypatch)
 
 
 @pytest.fixture

@@ -15,19 +15,31 @@ import numpy as np
 import pyarrow
 import pytest
 
-from tests.data.corpora import TOKENIZER, files_below, jsonl, open_corpus, parquet, texts, write, write_corpus
+from tests.data.corpora import (
+    TOKENIZER,
+    files_below,
+    jsonl,
+    open_corpus,
+    parquet,
+    prepare_parts,
+    prepare_store,
+    texts,
+    write,
+    write_corpus,
+)
 from tests.data.loaders import train_loader, validation_loader
 from tests.data.processes import children, is_alive, wait_for
 from tests.data.test_tokenizer import MADE, stored, word_level
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import build_tokenizer, open_dataset
-from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source
 from torchtitan_clone.data.token_store import is_held_out
 
 # tests.support.harness starts this server with torch loaded.
 PROCESSES = multiprocessing.get_context("forkserver")
+LATER = ("_bytes", "special_tokens")
+"""Ends of the names of counts that stores of older versions lack."""
 
 
 def prepare_logging(path: Path, *, cache: Path, log: Path) -> None:
@@ -99,7 +111,7 @@ def test_a_store_knows_the_bytes_of_its_text(tmp_path, name, caplog):
         assert store.meta.text_bytes[split] == expected
         assert counted * store.byte_scale(split) == pytest.approx(expected or counted, rel=1e-12)
     meta = json.loads((store.folder / "meta.json").read_text())
-    (store.folder / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if not k.endswith("_bytes")}))
+    (store.folder / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if not k.endswith(LATER)}))
     assert "bits per byte" not in caplog.text
     old = prepare()
     assert (old.meta.text_bytes, old.byte_scale("train")) == ({}, 1.0)
@@ -114,7 +126,7 @@ def test_parts_of_an_older_version_can_be_joined(tmp_path):
     assert not prepare_parts(source, **given, task=0, tasks=2)
     (file,) = (tmp_path / "cache").glob("sources/*/parts/*/meta.json")
     meta = json.loads(file.read_text())
-    file.write_text(json.dumps({key: value for key, value in meta.items() if not key.endswith("_bytes")}))
+    file.write_text(json.dumps({key: value for key, value in meta.items() if not key.endswith(LATER)}))
     store = prepare_store(source, **given)
     assert (store.meta.text_bytes, sum(store.meta.documents.values())) == ({}, 150)
 

@@ -5,13 +5,13 @@ import json
 import pickle
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from scripts import train_tokenizer
 from tests.data.corpora import TOKENIZER, texts, write
-from tests.programs import ROOT
+from torchtitan_clone.commands import train_tokenizer
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
@@ -129,7 +129,7 @@ def test_special_tokens_above_the_vocabulary_have_no_length(tmp_path):
 
 
 def test_an_id_of_the_hub_names_the_command_that_downloads_it(tmp_path):
-    command = r"hf download org/name tokenizer\.json tokenizer_config\.json --local-dir name"
+    command = r"hf download org/name tokenizer\.json tokenizer_config\.json"
     with pytest.raises(ConfigError, match=rf"no such folder; .* tokenizer of the Hugging Face hub, .*`{command}`"):
         build_tokenizer("org/name")
     for path in ("name", str(tmp_path / "name"), "org/name/more", "~/name"):
@@ -150,7 +150,13 @@ def test_an_id_of_the_hub_names_the_command_that_downloads_it(tmp_path):
 )
 def test_training_that_cannot_give_a_tokenizer_is_one_error(tmp_path, python, words, complaint):
     write(tmp_path, {"text.txt": "a text", "empty/a.txt": "", "taken": "", "blocked/tokenizer.json/a": ""})
-    command = [python, ROOT / "scripts/train_tokenizer.py", "--dataset_path=text.txt", "--folder=made", *words]
+    command = [
+        python,
+        Path(__file__).parents[2] / "scripts" / "train_tokenizer.py",
+        "--dataset_path=text.txt",
+        "--folder=made",
+        *words,
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, complaint in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
     assert not list(tmp_path.rglob("tokenizer_config.json"))

@@ -47,7 +47,7 @@ def stored(folder, *, post_processor=None, **config):
 def exported(folder, out, *, tokenizer):
     """Writes the exported files; returns what transformers makes of them."""
     out.mkdir()
-    for name, content in tokenizer_files(folder, tokenizer=tokenizer).items():
+    for name, content in tokenizer_files(tokenizer).items():
         (out / name).write_bytes(content)
     return AutoTokenizer.from_pretrained(out)
 
@@ -177,4 +177,4 @@ def test_another_tokenizer_in_the_folder_is_not_exported(tmp_path):
     content = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
     (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(OSError, match="not the one that was read at the start; put it back"):
-        tokenizer_files(folder, tokenizer=tokenizer)
+        tokenizer_files(tokenizer)

@@ -37,6 +37,23 @@ def test_fp32_losses_are_those_of_the_cpu(corpus, tmp_path):
     assert list(losses(tmp_path / "gpu").values()) == pytest.approx(list(losses(tmp_path / "cpu").values()), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_state_in_bfloat16_has_the_bits_of_the_cpu(name):
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(1000, 300, generator=generator)
+    weights = [torch.nn.Parameter(value.clone()), torch.nn.Parameter(value.cuda())]
+    settings = Optimizer(name=name, args={"state_dtype": "bfloat16"})
+    containers = [build_optimizer(settings, named_parameters={"w": weight}) for weight in weights]
+    for _ in range(5):
+        gradient = torch.randn(value.shape, generator=generator)
+        for weight, container in zip(weights, containers, strict=True):
+            weight.grad = gradient.to(weight.device)
+            container.step(factor=0.5)
+    on_cpu, on_gpu = (container.state_dict() for container in containers)
+    assert torch.equal(weights[0], weights[1].cpu())
+    assert all(torch.equal(value, on_gpu[key].cpu()) for key, value in on_cpu.items())
+
+
 @pytest.mark.parametrize("masking", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_bf16_follows_fp32(corpus, tmp_path, masking, compiled):

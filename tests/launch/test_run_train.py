@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_clone.commands.train import launcher_options
 from torchtitan_clone.config.messages import REQUIREMENTS
 
 REPO = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def python(tmp_path) -> Path:
-    """Returns a fake Python that prints its arguments and passes the check of the environment."""
-    file = tmp_path / "python"
-    file.write_text('#!/bin/sh\necho "WORLD_SIZE=$WORLD_SIZE $*"\n')
-    file.chmod(0o755)
-    return file
+PROBE = "import os, sys\nprint(os.environ.get('WORLD_SIZE'), *sys.argv[1:])\n"
+"""A module to train with, which prints what it was started with."""
 
 
 def run_train(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -37,71 +33,70 @@ def run_train(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comp
     )
 
 
+def probe(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Runs run_train.sh, which starts the probe in place of training."""
+    (cwd / "probe.py").write_text(PROBE)
+    chosen = {"PYTHON": sys.executable, "NO_SETUP": "1", "TRAIN_FILE": "probe"}
+    return run_train(*arguments, cwd=cwd, **(chosen | environment))
+
+
 DEFAULT = f"--job.config_file={REPO}/train_configs/debug_model.toml"
 
 
-@pytest.mark.parametrize(
-    ("environment", "arguments", "called"),
-    [
-        ({"NGPU": "1"}, ["--training.steps=20"], f"-m torchtitan_clone.train {DEFAULT} --training.steps=20"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, [], f"-m torchtitan_clone.train {DEFAULT}"),
-        (
-            {"NGPU": "1", "CONFIG_FILE": "my.toml"},
-            ["--model.flavor=1B"],
-            "-m torchtitan_clone.train --job.config_file=my.toml --model.flavor=1B",
-        ),
-        (
-            {"NGPU": "1", "CONFIG_FILE": "my.toml"},
-            ["--job.config_file", "other.toml"],
-            "-m torchtitan_clone.train --job.config_file other.toml",
-        ),
-        (
-            {"NGPU": "2", "LOG_RANK": "0,1"},
-            [],
-            f"-m torchtitan_clone.launch.torchrun --nproc-per-node=2 --log-rank=0,1 {DEFAULT}",
-        ),
-        (
-            {"NGPU": "2"},
-            ["--comm.mode=default"],
-            f"-m torchtitan_clone.launch.torchrun --nproc-per-node=2 --log-rank=0 {DEFAULT} --comm.mode=default",
-        ),
-        (
-            {"NGPU": "1", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"},
-            [],
-            "-m torchtitan_clone.launch.torchrun --nproc-per-node=1 --log-rank=0 --nnodes=2 --node-rank=1 "
-            "--master-addr=head "
-            f"--master-port=29500 {DEFAULT}",
-        ),
-    ],
-)
-def test_arguments_of_run_train(tmp_path, python, environment, arguments, called):
-    answer = run_train(*arguments, cwd=tmp_path, PYTHON=str(python), **environment)
-    assert answer.stdout == f"WORLD_SIZE= {called}\n"
+def test_run_train_passes_its_arguments_on(tmp_path):
+    python = tmp_path / "python"  # which passes the check of the environment
+    python.write_text('#!/bin/sh\necho "$*"\n')
+    python.chmod(0o755)
+    answer = run_train("--training.steps=20", "two words", cwd=tmp_path, PYTHON=str(python))
+    assert answer.stdout == "-m torchtitan_clone.commands.train --training.steps=20 two words\n"
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
-    "words", ["--dry-run", "--job.dry_run=true", "--comm.mode=fake_backend", "--comm.mode fake_backend"]
+    ("environment", "arguments", "started"),
+    [
+        ({"NGPU": "1"}, ["--training.steps=20"], f"{DEFAULT} --training.steps=20"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, [], DEFAULT),
+        ({"CONFIG_FILE": "my.toml"}, ["--model.flavor=1B"], "--job.config_file=my.toml --model.flavor=1B"),
+        ({}, ["my.toml", "--model.flavor=1B"], f"{DEFAULT} --job.config_file=my.toml --model.flavor=1B"),
+        ({}, ["llama3_8b"], f"{DEFAULT} --job.config_file=llama3_8b"),
+        ({}, ["probe.py"], f"{DEFAULT} --job.config_file=probe.py"),
+        ({}, ["training.steps=3"], f"{DEFAULT} training.steps=3"),
+        ({"COMM_MODE": "fake_backend"}, ["--a=b"], f"{DEFAULT} --a=b --comm.mode=fake_backend"),
+    ],
 )
-def test_a_simulation_is_one_process_with_the_world_size(tmp_path, python, words):
-    answer = run_train(*words.split(), cwd=tmp_path, PYTHON=str(python), NGPU="4", NNODES="2")
-    assert answer.stdout == f"WORLD_SIZE=8 -m torchtitan_clone.train {DEFAULT} {words}\n"
+def test_arguments_of_a_process(tmp_path, environment, arguments, started):
+    answer = probe(*arguments, cwd=tmp_path, **({"NGPU": "1"} | environment))
+    assert answer.stdout == f"None {started}\n"
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
-def test_the_mode_of_torchtitan_is_a_simulation_in_one_process(tmp_path, python):
-    answer = run_train("--training.steps=1", cwd=tmp_path, PYTHON=str(python), NGPU="32", COMM_MODE="fake_backend")
-    assert answer.stdout == (
-        f"WORLD_SIZE=32 -m torchtitan_clone.train {DEFAULT} --training.steps=1 --comm.mode=fake_backend\n"
-    )
+@pytest.mark.parametrize("words", ["--dry-run", "--job.dry_run true", "--comm.mode=fake_backend"])
+def test_a_simulation_is_one_process_with_the_world_size(tmp_path, words):
+    answer = probe(*words.split(), cwd=tmp_path, NGPU="4", NNODES="2")
+    assert (answer.stdout, answer.stderr) == (f"8 {DEFAULT} {words}\n", "")
 
 
-def test_another_module_is_started_on_one_and_on_several_processes(tmp_path, python):
-    one, two = (
-        run_train(cwd=tmp_path, PYTHON=str(python), NGPU=ranks, TRAIN_FILE="mine.train").stdout for ranks in "12"
-    )
-    assert one == f"WORLD_SIZE= -m mine.train {DEFAULT}\n"
-    launcher = "torchtitan_clone.launch.torchrun --nproc-per-node=2 --log-rank=0 --train-file=mine.train"
-    assert two == f"WORLD_SIZE= -m {launcher} {DEFAULT}\n"
+@pytest.mark.parametrize(
+    ("variables", "options"),
+    [
+        ({}, "--nproc-per-node=2 --log-rank=0"),
+        ({"LOG_RANK": "0,1", "LOG_FOLDER": "a b"}, "--nproc-per-node=2 --log-rank=0,1 --log-folder=a b"),
+        (
+            {"NODE_RANK": "1", "MASTER_ADDR": "head", "NNODES": "3"},
+            "--nproc-per-node=2 --log-rank=0 --nnodes=3 --node-rank=1 --master-addr=head",
+        ),
+        ({"MASTER_PORT": "7", "NNODES": "3"}, "--nproc-per-node=2 --log-rank=0 --nnodes=3 --master-port=7"),
+    ],
+)
+def test_variables_of_the_launcher(monkeypatch, variables, options):
+    for name in ("LOG_RANK", "LOG_FOLDER", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    nodes = int(variables.get("NNODES", 1))
+    assert " ".join(launcher_options(processes=2, nodes=nodes, module="torchtitan_clone.train")) == options
+    assert "--train-file=mine" in launcher_options(processes=2, nodes=nodes, module="mine")
 
 
 @pytest.mark.parametrize(
@@ -111,27 +106,33 @@ def test_another_module_is_started_on_one_and_on_several_processes(tmp_path, pyt
         ({"COMM_MODE": "fake"}, "COMM_MODE = fake: must be default or fake_backend; change or unset it\n"),
         ({"TRAIN_FILE": "torchtitan.train"}, "TRAIN_FILE = torchtitan.train: belongs to torchtitan; unset it\n"),
         ({"TRAIN_FILE": "mine/train.py"}, "TRAIN_FILE = mine/train.py: must be a module, such as my_package.train,"),
+        ({"ALLOCATOR": "defualt"}, "ALLOCATOR = defualt: must be default; change or unset it\n"),
+        ({"NGPU": "abc"}, "NGPU = abc: must be an integer of at least 1; change or unset it\n"),
+        ({"NGPU": "08"}, "NGPU = 08: must be an integer of at least 1; change or unset it\n"),
+        ({"NGPU": "0"}, "NGPU = 0: must be an integer of at least 1; change or unset it\n"),
+        ({"NGPU": "9" * 21}, f"NGPU = {'9' * 21}: must be an integer of at least 1; change or unset it\n"),
+        ({"NNODES": "-2"}, "NNODES = -2: must be an integer of at least 1; change or unset it\n"),
     ],
 )
-def test_a_variable_of_torchtitan_that_cannot_be_followed_is_one_line(tmp_path, python, environment, problem):
-    answer = run_train(cwd=tmp_path, PYTHON=str(python), NGPU="2", **environment)
+def test_a_variable_that_cannot_be_followed_is_one_line(tmp_path, environment, problem):
+    answer = probe(cwd=tmp_path, **({"NGPU": "2"} | environment))
     assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (2, "", 1)
-    assert answer.stderr.startswith(f"setup: {problem}")
+    assert answer.stderr.startswith(f"error: {problem}")
 
 
-def test_the_variables_of_later_versions_are_noted(tmp_path, python):
+def test_the_variables_of_later_versions_are_noted(tmp_path):
     names = {"MODULE": "llama3", "CONFIG": "llama3_debugmodel"}
-    answer = run_train(cwd=tmp_path, PYTHON=str(python), NGPU="1", **names)
-    assert answer.stdout == f"WORLD_SIZE= -m torchtitan_clone.train {DEFAULT}\n"
-    assert answer.stderr == "setup: MODULE and CONFIG of torchtitan are not read; set CONFIG_FILE to a TOML file\n"
-    assert run_train(cwd=tmp_path, PYTHON=str(python), NGPU="1", CONFIG_FILE="my.toml", **names).stderr == ""
+    answer = probe(cwd=tmp_path, NGPU="1", **names)
+    assert answer.stdout == f"None {DEFAULT}\n"
+    assert answer.stderr == "note: MODULE and CONFIG of torchtitan are not read; set CONFIG_FILE to a TOML file\n"
+    assert probe(cwd=tmp_path, NGPU="1", CONFIG_FILE="my.toml", **names).stderr == ""
 
 
-def test_another_system_is_one_line_before_anything_is_installed(tmp_path, python):
+def test_another_system_is_one_line_before_anything_is_installed(tmp_path):
     uname = tmp_path / "uname"
     uname.write_text("#!/bin/sh\necho Darwin\n")
     uname.chmod(0o755)
-    answer = run_train(cwd=tmp_path, PYTHON=str(python), NGPU="1", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    answer = probe(cwd=tmp_path, NGPU="1", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (2, "", 1)
     assert answer.stderr.startswith("setup: Darwin is not supported: processes use interfaces of Linux (/proc, ")
 
@@ -148,10 +149,10 @@ def test_a_file_that_asks_for_a_simulation_starts_one_process(tmp_path, option):
 @pytest.mark.parametrize(
     ("environment", "problem"),
     [
-        ({}, "setup: NNODES = 2 and NODE_RANK is not set; set it to the index of this node, from 0"),
+        ({}, "error: NNODES = 2 and NODE_RANK is not set; set it to the index of this node, from 0"),
         (
             {"NODE_RANK": "0"},
-            "setup: NNODES = 2 and MASTER_ADDR is not set; set it to the address of the node with NODE_RANK 0",
+            "error: NNODES = 2 and MASTER_ADDR is not set; set it to the address of the node with NODE_RANK 0",
         ),
         ({"NODE_RANK": "2", "MASTER_ADDR": "127.0.0.1"}, "error: NODE_RANK = 2: must be at most 1 with NNODES 2"),
     ],
@@ -161,35 +162,13 @@ def test_missing_or_invalid_node_variables(tmp_path, environment, problem):
     assert (answer.returncode, answer.stderr) == (2, f"{problem}\n")
 
 
-@pytest.mark.parametrize(
-    ("environment", "shown"),
-    [
-        ({"NGPU": "abc"}, "NGPU = abc"),
-        ({"NGPU": "08"}, "NGPU = 08"),
-        ({"NGPU": "0"}, "NGPU = 0"),
-        ({"NGPU": "9" * 21}, f"NGPU = {'9' * 21}"),
-        ({"NNODES": "-2", "NGPU": "2"}, "NNODES = -2"),
-    ],
-)
-def test_a_number_of_processes_that_is_none_is_one_error(tmp_path, python, environment, shown):
-    answer = run_train("--dry-run", cwd=tmp_path, PYTHON=str(python), **environment)
-    problem = f"setup: {shown}: must be an integer of at least 1; change or unset it\n"
-    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", problem)
-
-
-def test_an_unknown_allocator_is_one_error(tmp_path, python):
-    answer = run_train("--dry-run", cwd=tmp_path, PYTHON=str(python), NGPU="1", ALLOCATOR="defualt")
-    problem = "setup: ALLOCATOR = defualt: must be default; change or unset it\n"
-    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", problem)
-
-
 INSTALLER = """#!/bin/bash
 case "$*" in
 *check_environment.py*) [ -e {folder}/installed ] ;;
 *"-m venv"*) mkdir "$3/bin"; cp "$0" "$3/bin/python" ;;
 *"-m pip"*) readlink /proc/$$/fd/9 >>{folder}/locked; sleep 0.5; touch {folder}/installed ;;
 *importlib*) exit 1 ;;
-*torchtitan_clone.train*) echo "trained, $(readlink /proc/$$/fd/9)" ;;
+*torchtitan_clone.commands.train*) echo "trained, $(readlink /proc/$$/fd/9)" ;;
 esac
 """
 """A Python that installs nothing, and says what its descriptor 9 is."""

@@ -1,4 +1,4 @@
-"""Tests of scripts/slurm/job.sh on a real Slurm with two nodes on this machine: preemption, time limits, resuming."""
+"""Tests of launch/slurm_job.sh on a real Slurm with two nodes on this machine: preemption, time limits, resuming."""
 
 import os
 import re

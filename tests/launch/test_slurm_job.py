@@ -1,4 +1,4 @@
-"""Decisions of scripts/slurm/job.sh, with Slurm's commands replaced by small scripts; needs no cluster."""
+"""Decisions of launch/slurm_job.sh, with Slurm's commands replaced by small scripts; needs no cluster."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
+JOB = Path(__file__).parents[2] / "torchtitan_clone" / "launch" / "slurm_job.sh"
 SRUN = 'echo "$@" >>{folder}/srun; echo "address $MASTER_ADDR:$MASTER_PORT"; exit ${{CODE:-0}}'
 TWO_HOSTS = "NodeName=a1 NodeAddr={addresses[0]} NodeHostName=a1\nNodeName=a2 NodeAddr={addresses[1]} NodeHostName=a2"
 
@@ -88,7 +88,7 @@ def test_node_with_only_loopback_addresses_is_an_error(tmp_path):
     code, log = node.start()
     assert code == 1
     assert "a1 has only loopback addresses" in log
-    assert "slurm.environment.MASTER_ADDR" in log
+    assert "launch.environment.MASTER_ADDR" in log
     assert not node.calls("srun")
     code, log = node.start(MASTER_ADDR="10.0.0.5")
     assert (code, "address 10.0.0.5:" in log) == (0, True)

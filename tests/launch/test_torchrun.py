@@ -179,7 +179,7 @@ def test_a_killed_launcher_leaves_nothing_behind(launch, tmp_path, number, code)
         (["--master-addr=no-such.invalid"], "MASTER_ADDR = no-such.invalid: unknown host; set it to the"),
         (["--master-addr=node0..cluster"], "MASTER_ADDR = node0..cluster: unknown host; set it to the"),
         (
-            ["--master-addr=192.0.2.199", "--nnodes=2"],
+            ["--master-addr=192.0.2.199", "--nnodes=2", "--node-rank=0"],
             "MASTER_ADDR = 192.0.2.199: node 0 cannot listen there: Cannot assign requested address; set it to an",
         ),
     ],
@@ -205,6 +205,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_nodes(tmp_path, python):
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}", "OMP_NUM_THREADS": "1"}
     options = ["--nproc-per-node=1", "--nnodes=2", f"--master-port={free_ports(1)}", "--train-file=worker"]
+    options.append("--master-addr=127.0.0.1")
     command = [python, "-m", "torchtitan_clone.launch.torchrun", *options]
     pipe = subprocess.PIPE
     nodes = [

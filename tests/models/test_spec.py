@@ -46,11 +46,11 @@ def test_a_random_model_predicts_no_token_above_others(name, dim, tied):
     assert log_probs.gather(-1, tokens_BT[..., None]).exp().mean() < 0.01
 
 
-def test_other_families_and_formats_of_the_hub_are_not_imported() -> None:
+def test_other_families_formats_of_the_hub_and_muon_are_not_imported() -> None:
     code = "import sys, torchtitan_clone.trainer; from torchtitan_clone.models import MODELS as all; all['llama3']"
     code += "; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     modules = {name for name in answer.stdout.split() if name.startswith("torchtitan_clone")}
     folders = {name.split(".")[2] for name in modules if name.count(".") == 3 and ".models." in name}
     assert folders == {"llama3"}
-    assert not [name for name in modules if name.startswith("torchtitan_clone.hub")]
+    assert not [name for name in modules if name.startswith(("torchtitan_clone.hub", "torchtitan_clone.optim.m"))]

@@ -4,7 +4,7 @@ import torch
 
 from torchtitan_clone.ops.attention import document_starts
 from torchtitan_clone.ops.varlen_attention import Queries
-from torchtitan_clone.parallel.context import local_tokens
+from torchtitan_clone.parallel.mesh import local_tokens
 
 
 def attention_of_all_ranks(q, k, v, grad, documents, *, degree, kernel, starts_of=document_starts):

@@ -61,7 +61,7 @@ def test_blocks_of_a_long_row_have_a_limited_size():
     documents = torch.zeros(1, 1 << 16, dtype=torch.int32)
     like, row = torch.empty(1, 1), (range(1 << 16),)
     largest_queries, largest_keys = blockwise._BLOCK_SIZES["cpu"]
-    blocks = list(blockwise._blocks(row, row, document_starts(documents), like=like))
+    blocks = list(blockwise.key_blocks(row, row, document_starts(documents), like=like))
     assert max(len(block.queries.index) for block in blocks) == largest_queries
     assert max(len(block.index) for block in blocks) == largest_keys
     masked = sum(not (block.is_full or block.is_triangle) for block in blocks)
@@ -73,7 +73,7 @@ def test_windows_and_chunks_visit_few_keys_of_a_long_row(limits):
     """Work and memory grow with the length of the row, not with its square."""
     T = 1 << 16
     starts = visible_starts(None, like=torch.empty(1, T), **{"window": None, "chunk": None, **limits})
-    blocks = list(blockwise._blocks((range(T),), (range(T),), starts, like=torch.empty(1, 1)))
+    blocks = list(blockwise.key_blocks((range(T),), (range(T),), starts, like=torch.empty(1, 1)))
     largest_queries, _ = blockwise._BLOCK_SIZES["cpu"]
     assert max(len(block.index) for block in blocks) <= max(limits.values()) + largest_queries
     scores = sum(len(block.index) * len(block.queries.index) for block in blocks)

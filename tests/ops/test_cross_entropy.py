@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_clone.ops import IGNORE_INDEX, cross_entropy
+from torchtitan_clone.ops import IGNORE_INDEX, softmax
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.layers import faster_product
 from torchtitan_clone.torch_compat import argument_names, fake_tensors, init_fake_process_group, storage_id
 
 B, T, D, V = 3, 20, 16, 101
-WIDE = 2**18 // V + 1
+WIDE = 2**25 // (B * T * V) + 1  # of which C++ multiplies all tokens at once
 
 
 def example(dtype=torch.float32, *, dim=D):
@@ -46,6 +46,49 @@ def test_value_and_gradients_equal_cross_entropy(chunk_tokens, dim):
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     for ours, theirs in zip(grads, expected_grads, strict=True):
         assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
+class Lse:
+    """Takes the lse of the targets as ZLoss does."""
+
+    coefficient = 0.3
+
+    def __init__(self):
+        self.of_targets = []
+
+    def add(self, lse, *, targets_N):
+        self.of_targets = torch.cat(lse).flatten()[targets_N != IGNORE_INDEX]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [7, 60])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_z_loss_adds_the_gradients_of_squared_lse(backend, chunk_tokens, is_split, monkeypatch):
+    hidden, weight, targets = example(torch.float64)
+    lse = (hidden @ weight.T).logsumexp(dim=-1)[targets != IGNORE_INDEX]
+    expected = reference(hidden, weight, targets)
+    expected_grads = torch.autograd.grad((expected + Lse.coefficient * lse.square().sum()) / 5, (hidden, weight))
+    if is_split:
+        monkeypatch.setattr(softmax, "_CACHED_LOGITS", V)
+    hidden, weight, targets = example()
+    found = Lse()
+    loss_fn = build_loss(chunk_tokens=chunk_tokens, compile_backend=backend, z_loss=found)
+    loss = loss_fn(hidden, weight, targets)
+    grads = torch.autograd.grad(loss / 5, (hidden, weight))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.of_targets.double(), lse, rtol=1e-6, atol=0)
+    for ours, theirs in zip(grads, expected_grads, strict=True):
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
+def test_z_loss_is_of_the_next_token_only():
+    passes = []
+    for later, z_loss in ((False, None), (True, Lse())):
+        hidden, weight, targets = example()
+        loss = build_loss(chunk_tokens=16, compile_backend=None, z_loss=z_loss)(hidden, weight, targets, later=later)
+        passes.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(map(torch.equal, *passes))
+    assert z_loss.of_targets == []
 
 
 def test_without_gradients_it_gives_the_same_value():
@@ -94,7 +137,7 @@ class LargeTensors(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "_CACHED_LOGITS", V)
+    monkeypatch.setattr(softmax, "_CACHED_LOGITS", V)
     rows = torch.get_num_threads()
     hidden, weight, targets = example(dtype)
     with LargeTensors(B * T * V) as whole, LargeTensors(rows * V) as some:
@@ -107,14 +150,14 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
         assert some.memory == whole.memory
 
 
-@pytest.mark.parametrize("dim", [D, WIDE])
-def test_the_weight_gradient_exists_once(dim):
+@pytest.mark.parametrize(("dim", "chunk_tokens"), [(D, T), (WIDE, T), (WIDE, B * T)])
+def test_the_weight_gradient_exists_once(dim, chunk_tokens):
     hidden, weight, targets = example(dim=dim)
     with LargeTensors(weight.numel()) as seen:
-        loss = build_loss(chunk_tokens=T, compile_backend=None)(hidden, weight, targets)
+        loss = build_loss(chunk_tokens=chunk_tokens, compile_backend=None)(hidden, weight, targets)
         torch.autograd.grad(loss / 7, (hidden, weight))
-    by_kernel = dim == WIDE and faster_product(hidden, weight) is not None
-    products = ["faster_linear"] if by_kernel else ["mm", *["addmm_"] * (B - 1)]  # add_product_() is void
+    by_kernel = dim == WIDE and faster_product(hidden.flatten(0, 1)[:chunk_tokens], weight) is not None
+    products = ["faster_linear"] if by_kernel else ["mm", *["addmm_"] * (B * T // chunk_tokens - 1)]
     assert seen.operators == [*products, "mul_"]
     assert len(seen.memory) == 1
 
@@ -138,7 +181,7 @@ def test_a_few_rows_at_a_time_give_the_same_bits(dtype, monkeypatch):
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     expected = value_and_gradients()
-    monkeypatch.setattr(cross_entropy, "_CACHED_LOGITS", V)
+    monkeypatch.setattr(softmax, "_CACHED_LOGITS", V)
     assert all(map(torch.equal, value_and_gradients(), expected))
 
 
@@ -148,15 +191,13 @@ def test_ranks_with_some_logits_each_have_the_log_probabilities_of_all(monkeypat
     hidden, weights = torch.randn(B * T, D), torch.randn(2, V, D)
     exact = (hidden.double() @ weights.double().flatten(0, 1).T).log_softmax(dim=-1)
     rounding = ((hidden @ weights.flatten(0, 1).T).log_softmax(dim=-1) - exact).norm()
-    for cached, is_split in ((cross_entropy._CACHED_LOGITS, False), (V, True)):
-        monkeypatch.setattr(cross_entropy, "_CACHED_LOGITS", cached)
-        assert (len(list(cross_entropy.rows_in_cache(hidden @ weights[0].T, None))) > 1) is is_split
-        logits, lse = zip(*(cross_entropy.logits_and_lse(hidden, weight) for weight in weights), strict=True)
+    for cached, is_split in ((softmax._CACHED_LOGITS, False), (V, True)):
+        monkeypatch.setattr(softmax, "_CACHED_LOGITS", cached)
+        assert (len(list(softmax.rows_in_cache(hidden @ weights[0].T, None))) > 1) is is_split
+        logits, lse = zip(*(softmax.logits_and_lse(hidden, weight) for weight in weights), strict=True)
         assert lse[0].shape == (B * T, 1)
         found = [
-            torch.cat(
-                [cross_entropy.log_softmax(*piece) for piece in cross_entropy.rows_in_cache(own, torch.stack(lse))]
-            )
+            torch.cat([softmax.log_softmax(*piece) for piece in softmax.rows_in_cache(own, torch.stack(lse))])
             for own in logits
         ]
         assert (torch.cat(found, dim=1) - exact).norm() < 1.5 * rounding

@@ -7,7 +7,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from torchtitan_clone.models.spec import KEPT
-from torchtitan_clone.ops.layers import Embedding, Linear, RMSNorm, faster_product
+from torchtitan_clone.ops.layers import Embedding, Linear, RMSNorm, ZeroCenteredRMSNorm, faster_product
 from torchtitan_clone.planner.memory_trace import MemoryTrace
 from torchtitan_clone.torch_compat import TorchDispatchMode, fake_tensors
 
@@ -167,3 +167,14 @@ def test_gradients_of_frequent_tokens_in_bfloat16_are_those_of_float32():
     assert torch.equal(out, embedding.weight[tokens])
     out.backward(torch.ones_like(out))
     assert embedding.weight.grad[0].tolist() == [4096.0] * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_zero_centered_norm_multiplies_by_one_more_than_its_weight(dtype):
+    torch.manual_seed(0)
+    norm = ZeroCenteredRMSNorm(64, eps=1e-6)
+    assert not norm.weight.any()
+    torch.nn.init.normal_(norm.weight, std=0.3)
+    x = torch.randn(5, 64).to(dtype)
+    exact = F.rms_norm(x.double(), (64,), eps=1e-6) * (1.0 + norm.weight.to(dtype).double())
+    torch.testing.assert_close(norm.to(dtype)(x), exact.to(dtype))

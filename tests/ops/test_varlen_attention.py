@@ -31,7 +31,7 @@ from torchtitan_clone.ops.varlen_attention import (
     find_segments,
     supports_flash_attention,
 )
-from torchtitan_clone.parallel.context import local_tokens
+from torchtitan_clone.parallel.mesh import local_tokens
 from torchtitan_clone.torch_compat import (
     TorchDispatchMode,
     cpu_flash_attention,

@@ -11,6 +11,7 @@ from torchtitan_clone.config.schema_training import Optimizer, OptimizerGroup
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.optim import OPTIMIZERS, build_optimizer
 from torchtitan_clone.optim.optimizers import OptimizerKind
+from torchtitan_clone.optim.schedule import Factors
 
 
 def small_model():
@@ -213,13 +214,44 @@ def test_the_schedule_scales_the_learning_rate_of_each_group():
     container = container_of(small_model(), lr=0.01, groups=groups)
     assert container.lr == 0.01
     for factor in (0.25, 0.5):
-        container.set_lr_factor(factor)
+        container.set_factors(Factors(lr=factor))
         rates = {
             name: {group["lr"] for group in torch_optimizer.param_groups}
             for name, torch_optimizer in container.torch_optimizers.items()
         }
         assert rates == {"Adam": {0.02 * factor}, "AdamW": {0.5 * factor, 0.01 * factor}}
         assert container.lr == 0.01 * factor
+        assert container.lr_of_groups == {"0.*": 0.02 * factor, "1.*": 0.5 * factor}
+
+
+def test_a_group_has_a_further_factor_of_its_rate():
+    groups = [{"pattern": "0.*", "lr_points": [[0, 1.0]]}, {"pattern": "1.*", "name": "Adam", "lr": 0.5}]
+    container = container_of(small_model(), lr=0.01, groups=groups)
+    container.set_factors(Factors(lr=0.5, lr_of_groups={"0.*": 0.25}))
+    adamw, adam = (container.torch_optimizers[name].param_groups for name in ("AdamW", "Adam"))
+    assert [group["lr"] for group in adamw] == [0.00125, 0.00125, 0.005, 0.005]
+    assert [group["lr"] for group in adam] == [0.25]
+    assert (container.lr, container.lr_of_groups) == (0.005, {"0.*": 0.00125, "1.*": 0.25})
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_the_decay_and_the_momentum_of_a_step_are_those_of_its_factors(name):
+    """With a group of its own decay, as torch's optimizer whose settings are set before each step."""
+    ours, theirs = small_model(), small_model()
+    groups = [{"pattern": "0.weight", "weight_decay": 0.25, "beta1": 0.8}]
+    container = container_of(ours, lr=0.01, weight_decay=0.5, name=name, groups=groups)
+    theirs_of = [[theirs[0].weight], [theirs[2].weight], [p for p in theirs.parameters() if p.ndim == 1]]
+    settings = [(0.25, 0.8), (0.5, 0.9), (0.0, 0.9)]
+    torchs = getattr(torch.optim, name)([{"params": parameters} for parameters in theirs_of], lr=0.01)
+    for step in range(4):
+        decay, momentum = 1 - step / 4, 0.5 + step / 8
+        container.set_factors(Factors(lr=1.0, weight_decay=decay, momentum=momentum))
+        for group, (weight_decay, beta1) in zip(torchs.param_groups, settings, strict=True):
+            group["weight_decay"], group["betas"] = weight_decay * decay, (beta1 * momentum, 0.95)
+        train(ours, container, 1)
+        train(theirs, torchs, 1)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_groups_leave_the_names_of_the_state_as_they_are():
@@ -297,7 +329,7 @@ def test_a_rank_may_have_nothing_to_train(parameters):
     """A pattern may match no parameter of this rank, if other ranks have one."""
     optimizer = Optimizer(lr=0.5, groups=[OptimizerGroup(pattern="layers.*")])
     container = build_optimizer(optimizer, named_parameters=parameters)
-    container.set_lr_factor(0.5)
+    container.set_factors(Factors(lr=0.5))
     container.step()
     container.zero_grad()
     container.load_state_dict({})

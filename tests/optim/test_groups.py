@@ -153,6 +153,9 @@ def test_an_optimizer_for_matrices_is_refused_for_vectors():
         'optimizer "Shampoo" updates matrices only, and is assigned layers.*.attention_norm.weight, norm.weight; name '
         "another optimizer for them in optimizer.groups"
     ]
+    assert find_optimizer_errors(options(name="Shampoo", args={"momentum": 0.9}), parameters=PARAMETERS) == [
+        'optimizer.args.momentum: optimizer "Shampoo" has no options of its own; remove it'
+    ]
     vectors_elsewhere = options({"pattern": "*norm.weight", "name": "AdamW"}, name="Shampoo")
     assert find_optimizer_errors(vectors_elsewhere, parameters=PARAMETERS) == []
 
@@ -167,7 +170,10 @@ def test_groups_stand_in_the_file_as_tables(tmp_path: Path):
     assert load_config([f"--job.config_file={file}"]).optimizer == Optimizer(lr=1.0, groups=groups)
 
 
-TWO_OPTIMIZERS = "[{pattern='layers.0.*', name='Adam', lr=1e-2, weight_decay=0.5}, {pattern='norm.weight', beta1=0.5}]"
+TWO_OPTIMIZERS = (
+    "[{pattern='layers.0.*', name='Adam', lr=1e-2, weight_decay=0.5}, {pattern='norm.weight', beta1=0.5}, "
+    "{pattern='layers.1.*', lr_points=[[2, 1.0], [6, 0.0]]}]"
+)
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 2}
 
 
@@ -185,6 +191,10 @@ def test_groups_train_on_a_pipeline_as_on_one_rank_and_resume_exactly(corpus, tm
     assert uninterrupted == pytest.approx(expected, rel=1e-5)
     run("resumed", 2, **PIPELINE, training__steps=3)
     assert run("resumed", 2, **PIPELINE) == uninterrupted
+    for row in (row for row in runs.rows(tmp_path / "resumed") if "loss" in row):
+        assert row["lr/layers.0.*"] == pytest.approx(row["lr"] / 3e-3 * 1e-2)
+        assert row["lr/layers.1.*"] == pytest.approx(row["lr"] * (6 - max(2, row["step"])) / 4)
+        assert sum(name.startswith("lr/") for name in row) == 2
 
 
 def test_stacked_biases_of_experts_are_not_decayed():

@@ -13,10 +13,12 @@ from tests.support import runs
 from tests.support.harness import run_ranks
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema_training import Optimizer, OptimizerGroup
+from torchtitan_clone.interfaces import MatrixLayout
 from torchtitan_clone.ops.orthogonalize import orthogonalize
-from torchtitan_clone.optim import MatrixLayout, build_optimizer, find_optimizer_errors
+from torchtitan_clone.optim import build_optimizer, find_optimizer_errors
 from torchtitan_clone.optim.groups import resolve_groups
 from torchtitan_clone.optim.matrices import assign_owners
+from torchtitan_clone.optim.schedule import Factors
 from torchtitan_clone.parallel.runtime import Launch, process_group
 
 SHAPES = [(64, 48), (48, 64), (65, 48), (2, 40), (6, 32, 16), (6, 16, 32)]
@@ -44,6 +46,23 @@ def test_it_is_torchs_on_one_device(monkeypatch, adjust_lr, nesterov):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn(one.shape, generator=generator)
             other.grad = one.grad.clone()
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_the_decay_and_the_momentum_of_a_step_are_those_of_its_factors(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's has no other data type
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(48, 64)) for _ in range(2))
+    optimizer = muon_of([ours], momentum=0.9)
+    reference = torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        decay, momentum = 1 - step / 4, 0.5 + step / 8
+        optimizer.set_factors(Factors(lr=1.0, weight_decay=decay, momentum=momentum))
+        reference.param_groups[0].update(weight_decay=0.1 * decay, momentum=0.9 * momentum)
+        ours.grad = torch.randn(ours.shape, generator=generator)
+        theirs.grad = ours.grad.clone()
         optimizer.step()
         reference.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
@@ -171,9 +190,9 @@ def test_the_table_leaves_vectors_embedding_and_output_to_adamw():
         (Optimizer(name="Muon", args={"momentun": 0.9}),
          "optimizer.args.momentun: unknown option; did you mean args.momentum?"),
         (Optimizer(args={"momentum": 0.9}),
-         'optimizer.args.momentum: optimizer "AdamW" has no options of its own; remove it'),
+         'optimizer.args.momentum: unknown option; known: state_dtype'),
         (Optimizer(name="Muon", args={"dtype": "fp8"}),
-         'optimizer.args.dtype = "fp8": must be "bfloat16" | "float32"'),
+         'optimizer.args.dtype = "fp8": must be "auto" | "bfloat16" | "float32"'),
         (Optimizer(name="Muon", args={"iterations": 0}),
          "optimizer.args.iterations = 0: must be from 1 to 100."),
         (Optimizer(groups=[OptimizerGroup(pattern="*norm.weight", name="Muon")]),

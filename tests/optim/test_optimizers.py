@@ -34,6 +34,26 @@ def test_a_gpu_updates_large_weights_by_the_kernel_and_others_together(of_gpu, r
     assert ({"_foreach_copy_", "_fused_adamw_"} <= operators.called) is by_torch
 
 
+@pytest.mark.parametrize(("of_gpu", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_muon_iterates_in_bfloat16_on_a_gpu_only(of_gpu, dtype):
+    dtypes = set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in ("bmm", "baddbmm"):
+                dtypes.add(out.dtype)
+            return out
+
+    with fake_tensors(of_gpu=of_gpu):
+        weight = torch.nn.Parameter(torch.empty(64, 32))
+        weight.grad = torch.empty(64, 32)
+        optimizer = build_optimizer(Optimizer(name="Muon"), named_parameters={"a.weight": weight})
+        with Products():
+            optimizer.step()
+    assert dtypes == {dtype}
+
+
 class ConvertedElements(TorchDispatchMode):
     """Notes how many elements are converted at a time, and counts updates by torch's fused kernel."""
 

@@ -21,9 +21,9 @@ from torchtitan_clone.parallel.context import (
     LocalStarts,
     context_attention,
     context_attention_backward,
-    local_tokens,
 )
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
+from torchtitan_clone.parallel.mesh import local_tokens
 
 METHODS = ["allgather", "alltoall", "ring"]
 BY_KERNEL = {} if CPU is None else {"allgather by kernel": "allgather", "ring by kernel": "ring"}
@@ -210,8 +210,8 @@ def saved_bytes(argv):
     from torchtitan_clone.parallel.mesh import build_mesh
     from torchtitan_clone.parallel.runtime import Launch, process_group
     from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.engine import build_model_parts
     from torchtitan_clone.run.loaders import open_loaders
+    from torchtitan_clone.run.model_parts import build_model_parts
 
     config, launch, cpu = load_config(argv), Launch.from_environment(), torch.device("cpu")
     plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")

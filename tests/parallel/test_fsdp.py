@@ -1,15 +1,17 @@
-"""FSDP gathers the parameters of as many blocks ahead, and at once, as the options ask for."""
+"""FSDP gathers the parameters of as many blocks ahead, and at once, as the options ask for; some stay in fp32."""
 
 from itertools import groupby
 
 import pytest
+import torch
 from torch import nn
 
 from tests.support.harness import run_ranks
+from tests.support.parity_matrix import QWEN3_5
 from tests.support.runs import options
-from tests.support.trainers import open_trainer
+from tests.support.trainers import full_copies, open_trainer, open_trainers
 from torchtitan_clone.comm.collectives import is_exchange
-from torchtitan_clone.interfaces import FSDPGroup
+from torchtitan_clone.interfaces import FSDPGroup, modules_that_keep_dtype
 from torchtitan_clone.parallel.fsdp import _merged
 from torchtitan_clone.torch_compat import TorchDispatchMode
 
@@ -95,3 +97,33 @@ def test_layers_of_multi_token_prediction_have_groups_of_their_own():
     merged = _merged(groups, max_blocks=9)
     assert [[modules.index(module) for module in group.modules] for group in merged] == [[0, 1, 2], [3], [4]]
     assert [group.is_block for group in merged] == [True, False, False]
+
+
+def decays_of_a_step(runs):
+    """Returns of each run the parameters of decays that a forward computes with, and those of the optimizer."""
+    found = []
+    for trainer in open_trainers(runs):
+        used, parameters = [], trainer.engine.parameters
+        for module in modules_that_keep_dtype(trainer.engine.model_parts[0]):
+            module.register_forward_pre_hook(
+                lambda module, _, used=used: used.extend(x.detach().clone() for x in module.parameters())
+            )
+        wanted = full_copies((name, x) for name, x in parameters.items() if ".decay." in name)
+        trainer.train_step(1)
+        found.append((used[: len(wanted)], [*wanted.values()]))
+    return found
+
+
+def test_decays_stay_in_fp32_in_mixed_precision(corpus, tmp_path):
+    """On one rank without and with FSDP, and on two."""
+    changes = {**QWEN3_5, "training__mixed_precision_param": "bfloat16", "training__local_batch_size": 2}
+    always = {"parallelism__fsdp_reshard_after_forward": "always"}
+    runs = [options(corpus, tmp_path / str(len(each)), **changes, **each) for each in ({}, always)]
+    (one,), (first, second) = (run_ranks(decays_of_a_step, ranks, runs) for ranks in (1, 2))
+    for used, wanted in (*one, *first, *second):
+        assert len(used) == len(wanted) == 2
+        for x, y, of_one in zip(used, wanted, one[0][0], strict=True):
+            assert x.dtype == torch.float32
+            assert torch.equal(x, y)
+            assert torch.equal(x, of_one)
+            assert not torch.equal(x, x.bfloat16().float())

@@ -29,8 +29,9 @@ from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.engine import build_model_parts, build_plan_forward_backward
+from torchtitan_clone.run.forward_backward import build_plan_forward_backward
 from torchtitan_clone.run.loaders import open_loaders, tokens_of_rank
+from torchtitan_clone.run.model_parts import build_model_parts
 
 TIED = {"model__args__tied_embeddings": True}
 SELECTIVE_OP = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
@@ -235,12 +236,13 @@ def test_norms_are_summed_in_float64_where_it_is_fast(capability, expected):
     assert norm_dtype(capability) == expected
 
 
-@pytest.mark.parametrize("shape", [(3, 2**17), (5, 77), (1, 1), (0, 4)])
-def test_a_cpu_has_norms_to_the_last_bits_of_float64(shape):
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).T
-    exact = math.sqrt(math.fsum((tensor.double() ** 2).flatten().tolist()))
-    (norm,) = norms_of([tensor]).tolist()
-    assert norm == pytest.approx(exact, rel=1e-14)
+def test_a_cpu_has_norms_to_the_last_bits_of_float64():
+    """Of each tensor in order, of which the small ones are computed together."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 77), (3, 2**17), (1, 1), (2**14, 1), (2**14 + 1, 1), (0, 4)
+    tensors = [torch.randn(shape, generator=generator).T for shape in shapes]
+    exact = [math.sqrt(math.fsum((tensor.double() ** 2).flatten().tolist())) for tensor in tensors]
+    assert norms_of(tensors).tolist() == pytest.approx(exact, rel=1e-14)
 
 
 def norm_with_copies():

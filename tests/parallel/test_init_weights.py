@@ -17,11 +17,11 @@ from torchtitan_clone.parallel import init_weights as initial
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, process_group
 
-SHAPES = {"a.weight": (37, 10), "b.weight": (5, 3), "c.weight": (64,), "d.norm": (7,)}
+SHAPES = {"a.weight": (37, 10), "b.weight": (5, 3), "c.weight": (64,), "d.norm": (7,), "e.rate": (90,)}
 
 
 def std_of(name):
-    return None if "norm" in name else 0.5
+    return None if "norm" in name else torch.special.ndtr if "rate" in name else 0.5
 
 
 def draw_whole(seed=1):
@@ -81,6 +81,12 @@ def test_the_numbers_do_not_depend_on_the_number_of_threads(request):
     drawn = draw_whole()["a.weight"]
     request.getfixturevalue("two_threads")
     assert torch.equal(drawn, draw_whole()["a.weight"])
+
+
+def test_a_function_of_normal_numbers_gives_others():
+    rates = draw_whole()["e.rate"]
+    assert 0 < rates.min() < 0.1
+    assert 0.9 < rates.max() < 1
 
 
 def test_a_cutoff_changes_only_what_it_cuts_off():

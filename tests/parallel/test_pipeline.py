@@ -20,7 +20,7 @@ from torchtitan_clone.parallel.pipeline import _as_messages, bubble_fraction, de
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages, resolved_stages
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.rules import find_pipeline_errors
+from torchtitan_clone.run.pipeline_rules import find_pipeline_errors
 
 FILE_1F1B = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 FILE_ZERO_BUBBLE = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.marks import needs_door, needs_split_backward
 from tests.support.harness import run_ranks
-from tests.support.parity_matrix import PREDICTION
+from tests.support.parity_matrix import PREDICTION, QWEN3_5
 from tests.support.runs import options
 from tests.support.trainers import full_copies, open_trainer, open_trainers
 from torchtitan_clone.comm.collectives import is_exchange
@@ -17,7 +17,8 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.planner.simulate import fake_batch, fake_ranks
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.engine import build_engine, parallelize_model_parts
+from torchtitan_clone.run.engine import build_engine
+from torchtitan_clone.run.model_parts import parallelize_model_parts
 from torchtitan_clone.torch_compat import TorchDispatchMode, runs_backward, storage_id
 
 FSDP = "--parallelism.fsdp_reshard_after_forward=always"
@@ -41,6 +42,7 @@ CASES = {
         **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True, "compile__backend": "aot_eager",
     },
     "experts with auxiliary losses": {**BF16, **MICROBATCHES, **EXPERTS},
+    "decays in fp32, recomputed": {**BF16, **MICROBATCHES, **QWEN3_5, "activation_checkpoint__mode": "full"},
     "multi-token prediction": {**BF16, **MICROBATCHES, **PREDICTION},
     "frozen blocks": {"training__freeze_schedule": "[{step = 1, layers = 1}]"},
     "replicas, micro-batches in bf16": {**REPLICAS, **BF16, **MICROBATCHES},

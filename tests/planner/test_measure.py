@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.programs import load_program
 from tests.support.harness import run_ranks
+from torchtitan_clone.commands import measure_hardware as command
 from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.measure import best_seconds, measure_hardware, measure_links, to_toml
 
@@ -47,14 +47,14 @@ def test_links_are_measured_between_ranks():
 
 def test_a_missing_folder_of_the_table_is_an_error_before_measuring(tmp_path, capsys):
     file = tmp_path / "missing" / "mine.toml"
-    assert load_program("scripts/measure_hardware.py").main([str(file), "--rounds=0"]) == 2
+    assert command.main([str(file), "--rounds=0"]) == 2
     assert capsys.readouterr() == ("", f"error: {file}: there is no folder {file.parent}; create it first\n")
 
 
 def test_a_machine_is_measured_at_least_once(tmp_path, capsys):
-    assert load_program("scripts/measure_hardware.py").main([str(tmp_path / "mine.toml"), "--rounds=0"]) == 2
+    assert command.main([str(tmp_path / "mine.toml"), "--rounds=0"]) == 2
     assert re.fullmatch("error: --rounds=0 must be at least 1 and --ranks=. at least 0\n", capsys.readouterr().err)
-    assert load_program("scripts/measure_hardware.py").main([str(tmp_path), "--ranks=0"]) == 2
+    assert command.main([str(tmp_path), "--ranks=0"]) == 2
     assert capsys.readouterr() == ("", f"error: {tmp_path}: is a folder; name a file\n")
 
 

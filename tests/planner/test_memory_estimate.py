@@ -35,6 +35,15 @@ def test_estimate_is_within_a_tenth_of_the_simulation(case):
     assert estimate_memory(plan).total == pytest.approx(simulated.total, rel=0.1)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_linear"])
+def test_estimate_of_linear_attention_is_within_a_tenth_of_the_simulation(family):
+    sizes = {"dim": 1024, "n_layers": 4, "linear_key_heads": 16, "linear_value_heads": 16, "hidden_dim": 2048}
+    options = {f"model.args.{name}": size for name, size in sizes.items()}
+    plan = plan_of(1, **NONE, **options, **{"model.name": family, "training.seq_len": 4096})
+    simulated = predict_step_memory(plan, device_type="cpu")[0]
+    assert estimate_memory(plan).total == pytest.approx(simulated.total, rel=0.1)
+
+
 def test_a_second_pass_through_a_pipeline_finds_sharded_gradients():
     plans = [plan_of(8, **LLAMA, **FULL, **PIPELINE, **{"training.global_batch_size": rows}) for rows in (8, 16)]
     one, two = map(estimate_memory, plans)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import load_program
+from torchtitan_clone.commands import plan
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.search import SearchGoal, describe_mesh_options, describe_plans, search
@@ -166,5 +166,5 @@ def test_what_is_wrong_is_one_clear_line(python):
 
 def test_more_gpus_than_any_run_may_have_are_an_error(capsys):
     with pytest.raises(SystemExit, match="2"):
-        load_program("scripts/plan.py").main(["train_configs/debug_model.toml", "--gpus=999999999999"])
+        plan.main(["train_configs/debug_model.toml", "--gpus=999999999999"])
     assert "--gpus=999999999999: at most 131,072 are planned for" in capsys.readouterr().err

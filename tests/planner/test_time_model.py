@@ -20,7 +20,7 @@ from torchtitan_clone.planner.hardware import Fitted, Hardware, known_hardware, 
 from torchtitan_clone.planner.memory_estimate import saved_bytes
 from torchtitan_clone.planner.simulate import simulate
 from torchtitan_clone.planner.time_model import describe_step_time, plan_stages, predict_step_time
-from torchtitan_clone.planner.work import layer_transfers, model_work, shape_of, sharded_groups
+from torchtitan_clone.planner.work import attention_flops, layer_transfers, model_work, shape_of, sharded_groups
 from torchtitan_clone.run import preflight
 
 NONE = {"activation_checkpoint.mode": "none"}
@@ -142,13 +142,26 @@ def predicted_bytes(plan):
     return {key: size / 2**20 for key, size in found.items()}
 
 
+def test_linear_attention_takes_its_flops():
+    """Those of states and of chunks of 64 tokens, however long a row is; full attention takes those of the row."""
+    sizes = {"model.name": "kimi_linear", "model.args.layer_types": "['linear', 'full']"}
+    for length in (256, 1024):
+        plan = plan_of(1, **sizes, **{"training.seq_len": length})
+        linear, full = (attention_flops(each, shape=shape_of(plan)) for each in model_work(plan).layers)
+        assert linear == 2 * length * 4 * (6 * 64 * 64 + 4 * 64 * (64 + 64))
+        assert full == 2 * length * 4 * 4 * length / 2 * (48 + 32) / 2
+
+
 MOE = {"model.name": "qwen3_moe"}
+LINEAR = {"model.name": "qwen3_5", "model.args.layer_types": "['linear', 'full']"}
 RING, ALL_TO_ALL = ({"parallelism.context_parallel_rotate_method": name} for name in ("ring", "alltoall"))
 CASES = {
     "shard, tensor, context": (8, NONE | degree(tensor=2, context=2)),
     "tensor, context, full recomputation": (8, FULL | degree(tensor=2, context=2)),
     "tensor, ring, recomputation per operation": (8, PER_OPERATION | degree(tensor=2, context=2) | RING),
     "context alltoall": (4, NONE | degree(context=2) | ALL_TO_ALL),
+    "tensor, context, linear attention": (8, PER_OPERATION | LINEAR | degree(tensor=2, context=2)),
+    "context alltoall, linear attention": (4, NONE | LINEAR | degree(context=2) | ALL_TO_ALL),
     "pipeline": (4, NONE | degree(pipeline=2)),
     "experts, latent attention": (8, FULL | {"model.name": "deepseek_v3"} | degree(tensor=2, expert=4)),
 }

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scripts.convert_to_hf import convert
 from tests.support.harness import run_ranks
 from tests.support.parity_matrix import EXPERT, GPT_OSS, LATENT, LLAMA4, MOE
 from tests.support.runs import options
 from tests.support.trainers import open_trainers
 from torchtitan_clone.checkpoint.folder import step_folder
 from torchtitan_clone.checkpoint.offline import Weights
+from torchtitan_clone.commands.convert_to_hf import convert
 from torchtitan_clone.config import load_config
 from torchtitan_clone.models import find_model
 from torchtitan_clone.models.decoder import named_state

@@ -191,7 +191,7 @@ def test_one_refusal_names_all_that_a_file_lacks() -> None:
     assert found == [
         "checkpoint.initial_load_in_hf_quantized = true",
         'lr_scheduler.decay_type = "step"',
-        'model.hf_assets_path = "assets/hf/Llama-4"',
+        'model.hf_assets_path = "./assets/hf/Llama-4"',
         'model.name = "flux"',
         "optimizer.mu = 0.9",
         "parallelism",

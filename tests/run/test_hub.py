@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import resource
-import runpy
 import shutil
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from tests.support.harness import run_ranks
 from tests.support.runs import losses, options, train
 from tests.support.trainers import full_copies, open_trainer
 from torchtitan_clone.checkpoint.summary import describe_step
+from torchtitan_clone.commands import convert_from_hf, convert_to_hf
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data import build_tokenizer
@@ -318,7 +318,7 @@ def test_a_release_is_not_trained_with_the_bundled_tokenizer(corpus, tmp_path, e
     first, second = list(ids)[-2:]
     ids[first], ids[second] = ids[second], ids[first]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": folder}
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": folder, "model__name": "llama3"}
     code, output = train(options(corpus, tmp_path / "runs", **changes), log_folder=tmp_path)
     assert (code, "Traceback" in output) == (2, False)
     assert "set model.hf_assets_path to this folder" in output, output
@@ -358,74 +358,72 @@ def test_another_rotary_base_is_a_warning(corpus, tmp_path, exported):
     assert "model.args.rope_theta is 1000000.0, but config.json asks for 500000.0" in output
 
 
-def script(name, *arguments):
-    """Runs a script in this process, with its command line; returns its exit code."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", [name, *map(str, arguments)])
-        return runpy.run_path(str(ROOT / "scripts" / name))["main"]()
+def convert(command, *arguments):
+    """Runs a command in this process; returns its exit code."""
+    return command.main([*map(str, arguments)])
 
 
 def test_a_checkpoint_is_converted_to_what_the_run_exports(corpus, tmp_path, capsys):
     changes = {"model__args__tied_embeddings": True, "checkpoint__export_dtype": "bfloat16"}
     folder, _ = export(corpus, tmp_path, "fsdp", **changes)
     checkpoint = tmp_path / "run" / "checkpoint" / "step-2"
-    assert script("convert_to_hf.py", checkpoint, tmp_path / "converted", "--export_dtype=bfloat16") == 0
+    assert convert(convert_to_hf, checkpoint, tmp_path / "converted", "--export_dtype=bfloat16") == 0
     names = sorted(path.name for path in folder.iterdir())
     assert sorted(path.name for path in (tmp_path / "converted").iterdir()) == names
     for name in names:
         assert (tmp_path / "converted" / name).read_bytes() == (folder / name).read_bytes(), name
     with contextlib.chdir(tmp_path / "run"):
         for inside in (".", checkpoint, checkpoint.parent):
-            assert script("convert_to_hf.py", checkpoint, inside) == 2
+            assert convert(convert_to_hf, checkpoint, inside) == 2
             assert "would be replaced" in capsys.readouterr().err
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("kept")
-    assert script("convert_to_hf.py", checkpoint, tmp_path / "mine") == 2
+    assert convert(convert_to_hf, checkpoint, tmp_path / "mine") == 2
     assert "mine/thesis.txt is no file of an export" in capsys.readouterr().err
-    assert script("convert_from_hf.py", tmp_path / "converted", checkpoint.parent) == 2
+    assert convert(convert_from_hf, tmp_path / "converted", checkpoint.parent) == 2
     assert "checkpoint has step-2, which is kept; give another folder" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert not [*checkpoint.parent.glob("step-0*")]
     with next(checkpoint.glob("*.safetensors")).open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
-    assert script("convert_to_hf.py", checkpoint, tmp_path / "again") == 2
+    assert convert(convert_to_hf, checkpoint, tmp_path / "again") == 2
     assert "does not match its digest" in capsys.readouterr().err
     assert not [*tmp_path.glob("again*")]
     (tmp_path / "again").write_text("kept")
-    assert script("convert_to_hf.py", checkpoint, tmp_path / "again") == 2
+    assert convert(convert_to_hf, checkpoint, tmp_path / "again") == 2
     assert "again is a file; give a folder" in capsys.readouterr().err
     assert (tmp_path / "again").read_text() == "kept"
 
 
 def test_a_folder_is_converted_to_a_checkpoint_that_runs_start_from(corpus, tmp_path, exported, capsys):
-    assert script("convert_from_hf.py", exported, tmp_path / "seed") == 0
+    assert convert(convert_from_hf, exported, tmp_path / "seed") == 0
     common = {"job__config_file": tmp_path / "seed" / "model.toml", "checkpoint__initial_load_path": tmp_path / "seed"}
     found = run_split(corpus, tmp_path, "tensor", trains=False, **common)
     assert_equal(found, weights_in(exported))
-    code = script("convert_from_hf.py", tmp_path / "nowhere", tmp_path / "other")
+    code = convert(convert_from_hf, tmp_path / "nowhere", tmp_path / "other")
     assert (code, "no such folder" in capsys.readouterr().err) == (2, True)
     assert describe_step(tmp_path / "seed", step=None)[1] == "{}"  # no versions of a run
 
 
 def test_a_conversion_that_fails_is_one_error_and_leaves_nothing(tmp_path, exported, capsys):
-    assert script("convert_from_hf.py", exported, tmp_path / "seed") == 0
+    assert convert(convert_from_hf, exported, tmp_path / "seed") == 0
     checkpoint = tmp_path / "seed" / "step-0"
     (tmp_path / "blocked" / "model.toml.partial").mkdir(parents=True)
-    assert script("convert_from_hf.py", exported, tmp_path / "blocked") == 2
+    assert convert(convert_from_hf, exported, tmp_path / "blocked") == 2
     assert "model.toml.partial" in capsys.readouterr().err
     shutil.copytree(SHIPPED_FOLDER, tmp_path / "assets")
     (tmp_path / "assets" / "chat_template.jinja").touch()
     os.truncate(tmp_path / "assets" / "chat_template.jinja", 100 << 20)
     assets = f"--hf_assets_path={tmp_path / 'assets'}"
-    assert script("convert_to_hf.py", checkpoint, tmp_path / "back", assets) == 2
+    assert convert(convert_to_hf, checkpoint, tmp_path / "back", assets) == 2
     assert capsys.readouterr().err.startswith("error: chat_template.jinja: has 104,857,600 bytes")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
         codes = (
-            script("convert_to_hf.py", checkpoint, tmp_path / "back"),
-            script("convert_from_hf.py", exported, tmp_path / "full"),
+            convert(convert_to_hf, checkpoint, tmp_path / "back"),
+            convert(convert_from_hf, exported, tmp_path / "full"),
         )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -435,10 +433,10 @@ def test_a_conversion_that_fails_is_one_error_and_leaves_nothing(tmp_path, expor
 
 def test_a_qwen3_is_converted_to_a_checkpoint_and_back(corpus, tmp_path, capsys):
     folder, trained = export(corpus, tmp_path, "fsdp", **QWEN3)
-    assert script("convert_from_hf.py", folder, tmp_path / "seed") == 2
+    assert convert(convert_from_hf, folder, tmp_path / "seed") == 2
     assert "model_type = 'qwen3', and llama3 supports only 'llama'" in capsys.readouterr().err
-    assert script("convert_from_hf.py", folder, tmp_path / "seed", "--model=qwen3") == 0
-    assert script("convert_to_hf.py", tmp_path / "seed" / "step-0", tmp_path / "back") == 0
+    assert convert(convert_from_hf, folder, tmp_path / "seed", "--model=qwen3") == 0
+    assert convert(convert_to_hf, tmp_path / "seed" / "step-0", tmp_path / "back") == 0
     assert_equal(weights_in(tmp_path / "back"), trained)
     assert (tmp_path / "back" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 

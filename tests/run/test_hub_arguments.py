@@ -2,20 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from scripts import convert_from_hf
 from tests.support.runs import losses, options, train
+from torchtitan_clone.commands import convert_from_hf
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.hub.weights import open_initial_weights
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.tools.trained_model import open_trained_model, read_hub_model
+from torchtitan_clone.run.trained import find_trained
+from torchtitan_clone.tools.trained_model import open_trained_model, read_model
 
 CPU = torch.device("cpu")
 SCALING = {
@@ -65,6 +67,7 @@ def test_rotary_positions_differ_from_those_of_the_folder_only_if_the_user_says_
 ):
     copy = altered(exported, tmp_path / "folder", folder)
     changes = {"checkpoint__initial_load_in_hf": True, "model__hf_assets_path": copy, "training__steps": 1, **flavor}
+    changes["model__name"] = "llama3"  # else the folder decides
     if flavor:
         changes |= {f"model__args__{name}": value for name, value in (("vocab_size", 2048), ("hidden_dim", 192))}
         changes |= {"model__args__multiple_of": None, "model__args__max_seq_len": 8192}
@@ -96,20 +99,20 @@ def test_a_tied_folder_with_an_output_weight_of_its_own_is_refused(exported, tmp
     """transformers unties such a model with a warning; other programs keep it tied."""
     tied = altered(exported, tmp_path / "tied", {"tie_word_embeddings": True})
     with pytest.raises(ConfigError, match=r"tie_word_embeddings = true .* lm_head.weight differs from model.embed"):
-        read_hub_model(tied, dtype=torch.float32, device=CPU)
+        find_trained(tied)
     state = load_file(tied / "model.safetensors")
     equal = tmp_path / "equal"
     shutil.copytree(tied, equal)
     save_file(state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}, equal / "model.safetensors")
     state["model.embed_tokens.weight"][-1, -1] += 1.0
-    assert read_hub_model(equal, dtype=torch.float32, device=CPU)[0].is_tied
+    assert read_model(find_trained(equal), dtype=torch.float32, device=CPU).is_tied
     last = {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
     last["lm_head.weight"][-1, -1] += 1.0
     save_file(state | last, equal / "model.safetensors")
     with pytest.raises(ConfigError, match=r"tie_word_embeddings = true"):
-        read_hub_model(equal, dtype=torch.float32, device=CPU)
+        find_trained(equal)
     untied = altered(equal, tmp_path / "untied", {"tie_word_embeddings": False})
-    assert not read_hub_model(untied, dtype=torch.float32, device=CPU)[0].is_tied
+    assert not read_model(find_trained(untied), dtype=torch.float32, device=CPU).is_tied
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,7 @@ def test_a_prediction_layer_that_the_weights_lack_is_left_out_with_a_warning(
 ):
     spec = MODELS["deepseek_v3"]
     model = convert_from_hf.convert(without_prediction_layer, tmp_path / "seed", spec=spec, dtype=torch.float32)
-    assert model.args["mtp_depth"] == 0
+    assert spec.resolve_args(model).mtp_depth == 0
     assert "num_nextn_predict_layers = 1, but the folder lacks the weights" in capsys.readouterr().err
     trained = open_trained_model(without_prediction_layer, dtype=torch.float32, device=CPU)
     tokens_BT = torch.arange(40)[None]
@@ -142,7 +145,7 @@ def test_a_prediction_layer_that_the_weights_lack_is_left_out_with_a_warning(
         ours = trained.model(tokens_BT, positions_BT=tokens_BT)
         theirs = AutoModelForCausalLM.from_pretrained(without_prediction_layer, dtype=torch.float32)(tokens_BT).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    args = spec.resolve_args(Model(name="deepseek_v3", args={**model.args, "mtp_depth": 1}))
+    args = spec.resolve_args(replace(model, args={**model.args, "mtp_depth": 1}))
     with pytest.raises(ConfigError, match=r"set model.args.mtp_depth = 0"):
         open_initial_weights(
             without_prediction_layer, spec=spec, model_args=args, state=spec.state_on_meta(args), chosen=model.args
@@ -166,7 +169,7 @@ def test_an_export_names_types_ids_and_positions_as_engines_read_them(exported):
     assert (config["rope_theta"], config["rope_scaling"]) == (500000.0, None)
     assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 500000.0}
     ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
-    assert ids == {"bos_token_id": None, "eos_token_id": 0}
+    assert ids == {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     assert ids.items() <= json.loads((exported / "generation_config.json").read_text()).items()
     loaded = AutoModelForCausalLM.from_pretrained(exported)
     assert (loaded.dtype, loaded.generation_config.eos_token_id) == (torch.bfloat16, 0)

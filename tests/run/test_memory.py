@@ -17,6 +17,9 @@ def plan_of(*argv, world_size=1):
 def test_state_is_divided_among_the_ranks_that_share_it():
     one = plan_of()
     assert state_bytes(one) == 16 * one.parameter_count
+    assert state_bytes(plan_of("--optimizer.args.state_dtype=bfloat16")) == 12 * one.parameter_count
+    muon = sum(x.numel() for name, x in one.parameters.items() if name.startswith("layers.") and x.ndim == 2)
+    assert state_bytes(plan_of("--optimizer.name=Muon")) == 16 * one.parameter_count - 4 * muon
     halves = ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]
     assert state_bytes(plan_of(*halves)) == 8 * one.parameter_count
     assert state_bytes(plan_of("--parallelism.tensor_parallel_degree=2", world_size=4)) == 4 * one.parameter_count

@@ -12,6 +12,7 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.models import find_model
+from torchtitan_clone.run.folder import write_config
 from torchtitan_clone.run.plan import (
     build_plan,
     later_phases,
@@ -19,7 +20,6 @@ from torchtitan_clone.run.plan import (
     replica_identity,
     run_identity,
     sharding_options,
-    write_config,
 )
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]

@@ -127,6 +127,8 @@ def test_a_folder_with_checkpoints_of_another_run_is_an_error(corpus, tmp_path):
     assert "model.args.n_layers 2 -> 3" in message
     assert "choose another job.run_name" in message
     assert "training.seq_len 64 -> 32" in refusal(options(corpus, tmp_path, training__seq_len=32), tmp_path)
+    parsed = options(corpus, tmp_path, training__parse_special_tokens=True)
+    assert "training.parse_special_tokens False -> True" in refusal(parsed, tmp_path)
     seed = options(corpus, tmp_path, checkpoint__create_seed_checkpoint=True)
     assert "checkpoint.create_seed_checkpoint = true" in refusal(seed, tmp_path)
     code, output = train(options(make_corpus(tmp_path / "other", files=9), tmp_path), log_folder=tmp_path)

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.runs import options, train
 from torchtitan_clone.config import load_config
-from torchtitan_clone.run.describe import describe_extension
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.describe import describe_extension, describe_results
 
 
 def test_the_commands_of_a_complete_run_work_without_its_environment(corpus, tmp_path):
@@ -34,6 +35,20 @@ def test_the_commands_of_a_complete_run_work_without_its_environment(corpus, tmp
     words = shlex.split(commands["TensorBoard"])
     assert words[1:] == ["-m", "tensorboard.main", "--logdir", str(folder / "run" / "tb")]
     subprocess.run([*words[:3], "--version"], env=environment, capture_output=True, check=True)
+
+
+def test_a_step_that_only_a_store_has_is_named_there_with_the_command_that_copies_it(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=5, checkpoint__folder="s3://bucket/runs")
+    plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
+    lines = dict(line.split(maxsplit=1) for line in describe_results(plan))
+    assert lines["stored"] == "s3://bucket/runs/step-5"
+    assert lines["copy"].endswith("checkpoint.py copy s3://bucket/runs FOLDER")
+    assert lines.keys().isdisjoint({"checkpoint", "export", "generate"})
+    (tmp_path / "run" / "checkpoint" / "step-5").mkdir(parents=True)
+    lines = dict(line.split(maxsplit=1) for line in describe_results(plan))
+    assert lines["checkpoint"] == str(tmp_path / "run" / "checkpoint" / "step-5")
+    assert {"stored", "export", "generate"} <= lines.keys()
+    assert "copy" not in lines
 
 
 def is_own(folder):

@@ -34,12 +34,21 @@ def find_errors(config: Config, **facts: Any) -> list[str]:
     args = SimpleNamespace(
         n_heads=heads["n_heads"],
         kv_heads=heads.get("n_kv_heads", heads["n_heads"]),
+        heads={"n_kv_heads": heads["n_heads"], **heads},
         num_experts=facts.pop("num_experts", 0),
         moe=facts.pop("moe", None),
+        linear_conv=facts.pop("linear_conv", 1),
+        mup_base_dim=0,
         layer_kinds=lambda: kinds,
         **{name: facts.pop(name) for name in names},
     )
     return find_run_errors(config, args=args, **facts)
+
+
+def test_heads_of_linear_attention_are_not_exchanged() -> None:
+    config = load_config([f"{CONTEXT}_degree=4", f"{CONTEXT}_rotate_method=alltoall"])
+    heads = {"n_heads": 8, "n_kv_heads": 4, "linear_key_heads": 2, "linear_value_heads": 6}
+    assert find_errors(config, **FACTS | {"heads": heads, "linear_conv": 4}) == []
 
 
 def test_the_defaults_break_no_rule() -> None:
@@ -107,7 +116,8 @@ RULES = [
     (
         ["--compile.cuda_graph", "--training.document_masking=false"],
         {"world_size": 1, "window": 128},
-        "documents; set model.name to a family without experts and windows, or compile.cuda_graph to false.",
+        "documents; set model.name to a family without experts, windows and linear attention, or compile.cuda_graph to "
+        "false.",
     ),
     ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
     (
@@ -352,6 +362,12 @@ RULES = [
         {},
         'parallelism.context_parallel_rotate_method = "alltoall": context 4 x tensor 2 does not divide '
         'model.args.n_kv_heads 4; set it to "allgather" or "ring"',
+    ),
+    (
+        [f"{CONTEXT}_degree=4", "--training.seq_len=16"],
+        {"linear_conv": 4},
+        "training.seq_len = 16: convolutions see 3 tokens before each, and one of 8 pieces of a row has 2; set it to "
+        "at least 24, or context_parallel_degree to 1.",
     ),
     (
         ["--training.global_batch_size=80", "--training.local_batch_size=4"],

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from scripts.convert_to_hf import convert
 from tests.data.corpora import jsonl, write
 from tests.support.harness import run_ranks
 from tests.support.parity_matrix import PREDICTION
 from tests.support.runs import losses, options, rows
 from tests.support.trainers import train_all
+from torchtitan_clone.commands.convert_to_hf import convert
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.parallel.runtime import Launch

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scripts import convert_from_hf, convert_to_hf
-from scripts import evaluate as evaluate_script
-from scripts import generate as generate_script
 from tests.run.test_stages import BORDER, EXTENSION, stage_options
 from tests.support.harness import run_ranks
 from tests.support.runs import losses, options, train
 from tests.support.trainers import open_trainer, train_all
+from torchtitan_clone.commands import convert_from_hf, convert_to_hf
+from torchtitan_clone.commands import evaluate as evaluate_script
+from torchtitan_clone.commands import generate as generate_script
 from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.tools.trained_model import open_trained_model

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.harness import run_ranks
-from torchtitan_clone.checkpoint.folder import Progress
 from torchtitan_clone.checkpoint.format import read_index
 from torchtitan_clone.checkpoint.load import load_tensors
 from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.checkpoint.progress import Progress
 from torchtitan_clone.checkpoint.save import SaveReport
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint, Comm

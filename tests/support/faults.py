@@ -42,7 +42,7 @@ class Fault:
     """What happens to one rank of one replica group in the first attempt at one step."""
 
     kind: str
-    """kill, late (kill after half a second), stop, hang, slow, nan or exception."""
+    """kill, late (kill after half a second), stop, hang, slow, nan, spoil (the weights) or exception."""
     place: str
     """Key of PLACES."""
     step: int
@@ -134,6 +134,11 @@ def strike(fault: Fault, args: tuple[object, ...]) -> None:
         (parameters,) = args
         assert isinstance(parameters, Iterable)
         next(iter(parameters)).grad.mul_(float("nan"))
+    elif fault.kind == "spoil":
+        (parameters,) = args
+        assert isinstance(parameters, Iterable)
+        for parameter in parameters:
+            parameter.detach().mul_(5)
     elif fault.kind == "exception":
         raise RuntimeError("injected")
 

@@ -8,15 +8,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tests.support.harness import run_ranks
 from tests.support.plain_loop import PlainLoop
 from tests.support.runs import options, rows
 from tests.support.sabotage import MISTAKES
+from tests.support.teachers import write_predictions, write_teacher
 from tests.support.trainers import full_copies, open_trainers
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.trainer import Trainer
@@ -31,8 +33,10 @@ COMMON: dict[str, object] = {
 # Options that change the mathematics; no other option may.
 MATHEMATICS = (
     "model", "optimizer", "training__document_masking", "training__seq_len", "training__global_batch_size",
-    "training__max_norm", "debug__moe_force_load_balance", "data__packing",
+    "training__max_norm", "training__z_loss", "ema", "debug__moe_force_load_balance", "data__packing", "distillation",
 )  # fmt: skip
+WITH_TEACHER = ("distillation__teacher_path", "distillation__store")
+"""Options whose value is the name of a folder beside the corpus; the teacher is in "teacher"."""
 Mathematics = tuple[tuple[str, object], ...]
 """Options that change the mathematics."""
 References = dict[Mathematics, "Reference"]
@@ -45,12 +49,13 @@ class Reference:
     """What one device computes."""
 
     losses: list[float]
-    """Of each step, and after it those of the depths of multi-token prediction."""
+    """Of each step, and after it those of the depths of multi-token prediction, the teacher's divergence, z-loss and
+    the largest logit."""
     grad_norms: list[float]
     gradients: dict[str, Tensor]
     """Of step 1, after clipping."""
     weights: dict[str, Tensor]
-    """After the last step, with the biases of routers."""
+    """After the last step, with the biases of routers; averages as "ema/NAME"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,7 @@ def compare(
 
     `references` caches the results of one device. `mistake`: key of sabotage.MISTAKES that the ranks make.
     """
+    cases = [_with_teacher(changes, corpus=corpus) for changes in cases]
     mathematics = [_mathematics_of(changes) for changes in cases]
     missing = [key for key in dict.fromkeys(mathematics) if key not in references]
     plain = [
@@ -96,6 +102,18 @@ def compare(
     ]
 
 
+def _with_teacher(changes: Mapping[str, object], *, corpus: Path) -> Mapping[str, object]:
+    """Returns the options with the folder of the teacher, which is made with the first case that has one."""
+    found = {name: corpus.parent / str(changes[name]) for name in WITH_TEACHER if changes.get(name)}
+    if found and not (teacher := corpus.parent / "teacher").exists():
+        write_teacher(teacher, corpus)
+    changes = {**changes, **found}
+    if "distillation__store" in found and not found["distillation__store"].exists():
+        argv = options(corpus, corpus.parent / "stored", **{**COMMON, **dict(_mathematics_of(changes))})
+        run_ranks(write_predictions, 1, argv, corpus.parent / "teacher", timeout=120)
+    return changes
+
+
 def _mathematics_of(changes: Mapping[str, object]) -> Mathematics:
     return tuple(sorted((key, value) for key, value in changes.items() if key.startswith(MATHEMATICS)))
 
@@ -105,7 +123,8 @@ def _difference(answers: Sequence[Trained], expected: Reference, *, folder: Path
     gradients, weights = zip(*answers, strict=True)
     logged = [row for row in rows(folder) if "loss" in row]
     assert len(logged) == STEPS
-    terms = [name for name in logged[0] if name.startswith("auxiliary/mtp_loss")]
+    wanted = ("auxiliary/mtp_loss", "auxiliary/distillation_kl", "auxiliary/output_z", "attention/max_logit")
+    terms = [name for prefix in wanted for name in logged[0] if name.startswith(prefix)]
     losses = [row[name] for row in logged for name in ("loss", *terms)]
     return Difference(
         loss=relative_difference(losses, expected.losses),
@@ -152,12 +171,16 @@ def _train_plainly(argv: list[str]) -> Reference:
     for step in range(1, STEPS + 1):
         loss, norm = loop.train_step(step)
         losses += [loss, *(each.item() for each in loop.mtp_losses)]
+        losses += [] if loop.teacher is None else [loop.divergence.item()]
+        losses += [loop.output_z.item()] if "--training.z_loss" in " ".join(argv) else []
+        losses += [] if loop.qk_clip is None else [max(x.max().item() for x in loop.qk_clip.max_logits.values())]
         grad_norms.append(norm)
+    averages = {f"ema/{name}": average.float() for name, average in loop.averages.items()}
     return Reference(
         losses=losses,
         grad_norms=grad_norms,
         gradients=gradients,
-        weights=full_copies(named_state(loop.model).items()),
+        weights=full_copies(named_state(loop.model).items()) | averages,
     )
 
 
@@ -171,12 +194,20 @@ def train_in_parallel(runs: list[list[str]], mistake: str | None = None) -> list
 def _train_in_parallel(trainer: Trainer) -> Trained:
     gradients: dict[str, Tensor] = {}
 
-    def keep_gradients(*_: object) -> None:
-        if not gradients:
-            found = ((name, p.grad) for name, p in trainer.engine.parameters.items())
-            gradients.update(full_copies((name, grad) for name, grad in found if grad is not None))
+    seen = set[Optimizer]()
 
-    with_hook = register_optimizer_step_post_hook(keep_gradients)
+    def keep_gradients(optimizer: Optimizer, _: object, options: dict[str, Any]) -> None:
+        """Keeps the gradients of its parameters, which a step may overwrite, as they are when clipped."""
+        if optimizer not in seen:
+            seen.add(optimizer)
+            own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            found = ((name, p.grad) for name, p in trainer.engine.parameters.items() if p in own)
+            factor = options.get("factor", 1.0)
+            gradients.update(full_copies((name, grad * factor) for name, grad in found if grad is not None))
+
+    with_hook = register_optimizer_step_pre_hook(keep_gradients)
     trainer.train()
     with_hook.remove()
-    return gradients, full_copies(trainer.engine.model_tensors().items())
+    averages = {} if trainer.engine.ema is None else trainer.engine.ema.averages()
+    weights = trainer.engine.model_tensors() | {f"ema/{name}": average for name, average in averages.items()}
+    return gradients, full_copies(weights.items())

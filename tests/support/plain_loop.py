@@ -8,6 +8,7 @@ initial weights and the token store.
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,12 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.plain_data import PlainBatch, PlainData, context_of
+from tests.support.plain_optimizers import build_optimizers
+from tests.support.plain_qk_clip import PlainQKClip
+from tests.support.teachers import STORED
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema_training import LRScheduler
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, pick_device
 from torchtitan_clone.run import preflight
+from torchtitan_clone.run.trained import find_trained
+from torchtitan_clone.tools.trained_model import read_model
 
 
 class PlainBalancing:
@@ -46,36 +52,6 @@ class PlainBalancing:
                 router.expert_bias += (change_E - change_E.mean()).to(router.expert_bias)
 
 
-class PlainMuon(torch.optim.Optimizer):
-    """Muon in fp32, one matrix after the other, with the rates of AdamW. Source: arXiv 2502.16982, algorithm 1."""
-
-    def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                momentum.mul_(0.95).add_(parameter.grad, alpha=0.05)
-                nesterov = 0.05 * parameter.grad + 0.95 * momentum
-                parameter *= 1 - group["lr"] * group["weight_decay"]
-                stacks = (x.view(-1, *x.shape[-2:]) for x in (parameter, nesterov))
-                for weight, update in zip(*stacks, strict=True):
-                    weight -= group["lr"] * 0.2 * max(weight.shape) ** 0.5 * newton_schulz(update)
-
-
-def newton_schulz(x: Tensor) -> Tensor:
-    """Returns a matrix whose singular values are moved close to 1 by five iterations."""
-    if x.shape[0] > x.shape[1]:
-        return newton_schulz(x.T).T
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x
-
-
 class PlainLoop:
     """Trains the configuration of a command line on one device, one call of `train_step` a step."""
 
@@ -96,28 +72,10 @@ class PlainLoop:
         if config.debug.moe_force_load_balance:
             force_load_balance(self.model)
         self.parameters = dict(self.model.named_parameters())
-        std_of = partial(plan.spec.initial_std, plan.model_args)
-        init_weights(self.parameters, seed=config.debug.seed, std_of=std_of)
+        init_weights(self.parameters, seed=config.debug.seed, std_of=plan.spec.std_of(plan.model_args))
         options = config.optimizer
-        # Biases of experts are stacked, and are no matrices.
-        is_matrix = {name: p.ndim >= 2 and "bias" not in name for name, p in self.parameters.items()}
-        matrices = {"params": [p for name, p in self.parameters.items() if is_matrix[name]]}
-        vectors = {"params": [p for name, p in self.parameters.items() if not is_matrix[name]], "weight_decay": 0.0}
-        muon: list[torch.optim.Optimizer] = []
-        if options.name == "Muon":
-            names = [name for name in self.parameters if is_matrix[name] and name.startswith("layers.")]
-            hidden = [self.parameters[name] for name in names]
-            matrices["params"] = [p for p in matrices["params"] if all(p is not each for each in hidden)]
-            muon = [PlainMuon(hidden, lr=options.lr, weight_decay=options.weight_decay)]
-        self.optimizer = torch.optim.AdamW(
-            [matrices, vectors],
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
-        self.optimizers = [*muon, self.optimizer]
+        self.optimizers = build_optimizers(config, args=plan.model_args, parameters=self.parameters)
+        self.optimizer = self.optimizers[-1]
         self._peak_lr = options.lr
         self._max_norm = config.training.max_norm
         self._lr_factor = partial(lr_factor, options=config.lr_scheduler, steps=self.steps)
@@ -128,6 +86,23 @@ class PlainLoop:
         self.balancing = PlainBalancing(self.model)
         self.mtp_losses: list[Tensor] = []
         """Of the last step, by depth."""
+        self.qk_clip = None
+        if (threshold := options.qk_clip) is not None:
+            self.qk_clip = PlainQKClip(self.model, threshold=threshold, alpha=options.qk_clip_alpha)
+        self._ema = config.ema
+        weights = self.parameters if self._ema.enable else {}
+        self.averages = {name: p.detach().double() for name, p in weights.items()}
+        """Of the weights; none without ema.enable."""
+        self._z_loss = training.z_loss
+        self.output_z = torch.empty(0)
+        """Mean square of the lse of the last step."""
+        self.teacher, self._distillation = None, config.distillation
+        self.divergence = torch.empty(0)
+        """Mean divergence from the teacher in the last step."""
+        if config.distillation.is_enabled:
+            store = config.distillation.store
+            path = config.distillation.teacher_path if store is None else Path(store).with_name("teacher")
+            self.teacher = read_model(find_trained(Path(path)), dtype=torch.float32, device=self.device)
         self._is_bf16 = plan.config.training.mixed_precision_param == "bfloat16"
 
     def _keep_final(self, _module: nn.Module, _args: object, out_BTD: Tensor) -> None:
@@ -139,20 +114,47 @@ class PlainLoop:
         if self.balancing.counts:
             self.balancing.context_BT = context_of(batch.targets_BT >= 0, batch.documents_BT)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["lr"] = self._peak_lr * self._lr_factor(step)
+            group["lr"] = self._peak_lr * self._lr_factor(step) * group.get("lr_share", 1.0)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
             logits = self._forward(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets_BT.flatten())
             self.mtp_losses = self._mtp_losses(batch)
+            self.output_z = logits.float().logsumexp(-1)[batch.targets_BT >= 0].square().mean()
+            objective = loss if self.teacher is None else self._distilled(loss, logits, batch)
         weight = getattr(self._args, "mtp_loss_weight", 0.0)
-        (loss + weight * sum(self.mtp_losses) / max(1, len(self.mtp_losses))).backward()
+        of_depths = weight * sum(self.mtp_losses) / max(1, len(self.mtp_losses))
+        (objective + of_depths + self._z_loss * self.output_z).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
         for optimizer in self.optimizers:
             optimizer.step()
+        if self.qk_clip is not None:
+            self.qk_clip.clip()
         self.balancing.update_biases()
+        self._update_averages(step)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return loss.item(), norm.item()
+
+    def _distilled(self, loss: Tensor, logits: Tensor, batch: PlainBatch) -> Tensor:
+        """Returns (1 - alpha) CE + alpha T^2 KL. Source: arXiv 1503.02531."""
+        assert self.teacher is not None
+        with torch.no_grad():
+            theirs = self.teacher(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
+        alpha, temperature = self._distillation.alpha, self._distillation.temperature
+        p, q = ((x[batch.targets_BT >= 0].float() / temperature).log_softmax(-1) for x in (theirs, logits))
+        if self._distillation.store is not None:
+            top = p.topk(STORED).indices
+            p, q = (_with_rest(x, top) for x in (p, q))
+        self.divergence = F.kl_div(q, p, log_target=True, reduction="batchmean")
+        return (1 - alpha) * loss + alpha * temperature**2 * self.divergence
+
+    def _update_averages(self, updates: int) -> None:
+        """Moves the averages towards the weights by their half-life or decay, every ema.freq updates."""
+        half_life, freq = self._ema.half_life, self._ema.freq
+        decay = self._ema.decay if half_life is None else 0.5 ** (1 / (half_life * updates))
+        for name, average in self.averages.items() if updates % freq == 0 else ():
+            weight = self.parameters[name].detach().double()
+            self.averages[name] = decay**freq * average + (1 - decay**freq) * weight
 
     def _mtp_losses(self, batch: PlainBatch) -> list[Tensor]:
         """Returns the loss of each depth of multi-token prediction, term by term of the report's equations 21 to 24.
@@ -180,6 +182,12 @@ class PlainLoop:
             of_target = log_probs.gather(2, row[:, k + 1 :, None])[..., 0]
             losses.append(-of_target[is_counted].sum() / batch.num_targets)
         return losses
+
+
+def _with_rest(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Returns the log-probabilities of these tokens, and that of all others together."""
+    some = log_probs.gather(1, ids)
+    return torch.cat((some, log_probs.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)), dim=1)
 
 
 def lr_factor(step: int, *, options: LRScheduler, steps: int) -> float:

@@ -11,25 +11,28 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_clone import trainer
 from torchtitan_clone.comm import collectives
-from torchtitan_clone.data import Batch, packing
-from torchtitan_clone.models import mla, moe, plan
+from torchtitan_clone.data import Batch, packing, predictions
+from torchtitan_clone.models import delta_net, mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.balancing import ExpertLoads
-from torchtitan_clone.ops import attention, cross_entropy, vocabulary
+from torchtitan_clone.ops import attention, cross_entropy, delta_rule, distillation, stochastic_rounding, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim import muon
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.optim.matrices import Gathering, Matrix
 from torchtitan_clone.optim.muon import Muon
-from torchtitan_clone.parallel import gradients, head_exchange, unsharded
+from torchtitan_clone.optim.schedule import Factors
+from torchtitan_clone.parallel import gradients, head_exchange, state_exchange, unsharded
 from torchtitan_clone.parallel.fsdp import SumByMessages
-from torchtitan_clone.run import engine, loaders
+from torchtitan_clone.parallel.max_logits import MaxLogits
+from torchtitan_clone.run import loaders, model_parts, teacher
 
 Replacement = Callable[..., object]
 
@@ -244,14 +247,14 @@ def _mask_of_the_first_micro_batch_is_kept(
 # ---------------------------------------------------------------------- weights and optimizer
 
 
-@_mistake("replicate", engine, "init_weights")
+@_mistake("replicate", model_parts, "init_weights")
 def _initial_weights_differ_by_rank(init_weights: Any, parameters: object, *, seed: int, **more: object) -> None:
     init_weights(parameters, seed=seed + _rank(), **more)
 
 
-@_mistake("shard", OptimizerContainer, "set_lr_factor")
-def _learning_rate_differs_on_the_first_rank(set_lr_factor: Any, optimizer: object, factor: float) -> None:
-    set_lr_factor(optimizer, factor * (1.01 if _rank() == 0 else 1.0))
+@_mistake("shard", OptimizerContainer, "set_factors")
+def _learning_rate_differs_on_the_first_rank(set_factors: Any, optimizer: object, factors: Factors) -> None:
+    set_factors(optimizer, replace(factors, lr=factors.lr * (1.01 if _rank() == 0 else 1.0)))
 
 
 @_mistake("replicate", OptimizerContainer, "zero_grad")
@@ -263,6 +266,32 @@ def _gradients_of_the_last_step_are_kept(_: object, _optimizer: object) -> None:
 def _the_first_rank_skips_its_updates(step: Any, optimizer: OptimizerContainer, **others: object) -> None:
     if _rank() != 0:
         step(optimizer, **others)
+
+
+# ---------------------------------------------------------------------- a teacher
+
+
+@_mistake("tensor, distilled", distillation.OfModel, "log_probs")
+def _teachers_predict_from_a_part_of_the_vocabulary(
+    log_probs: Callable[..., Tensor], scaled: Tensor, logits: Tensor, *, lse_C1: Tensor, **options: Any
+) -> Tensor:
+    return log_probs(scaled, logits, lse_C1=distillation.OfModel.lse(scaled, logits, **options), **options)
+
+
+@_mistake("shard, distilled", teacher.ModelTeacher, "__call__")
+def _teachers_read_the_next_row(call: Callable[..., Tensor], predict: object, rows: Batch, loss_of: object) -> Tensor:
+    return call(predict, replace(rows, tokens_BT=rows.tokens_BT.roll(1, dims=0)), loss_of)
+
+
+@_mistake("context, stored", predictions.PredictionStore, "read")
+def _predictions_are_those_of_the_token_before(read: Replacement, store: object, positions: np.ndarray) -> object:
+    return read(store, np.maximum(positions - 1, 0))
+
+
+@_mistake("tensor, stored", distillation.Stored, "lse")
+def _the_bucket_is_that_of_one_rank(lse: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+    found = lse(*tensors, **options)
+    return found if _rank() == 0 else torch.full_like(found, -torch.inf)
 
 
 # ---------------------------------------------------------------------- matrices that are orthogonalized as a whole
@@ -281,8 +310,8 @@ def _shards_are_orthogonalized_alone(
 
 @_mistake("replicate x shard, muon", muon, "_orthogonalized")
 def _updates_of_a_matrix_with_two_owners_are_added(
-    orthogonalized: Callable[..., dict[int, Tensor]], *args: object
-) -> dict[int, Tensor]:
+    orthogonalized: Callable[..., dict[Matrix, Tensor]], *args: object
+) -> dict[Matrix, Tensor]:
     return {key: 2 * update for key, update in orthogonalized(*args).items()}
 
 
@@ -303,3 +332,78 @@ def _weights_decay_twice(step: Callable[..., None], optimizer: Muon, **factor: f
 @_mistake("tensor, muon", muon, "lr_adjustment")
 def _the_rate_is_of_the_shape_of_a_shard(adjust: Callable[..., float], rows: int, cols: int, **how: object) -> float:
     return adjust(rows // 2, cols // 2, **how)
+
+
+# ---------------------------------------------------------------------- logits that clip, and state that is rounded
+
+
+@_mistake("shard, qk-clip", MaxLogits, "reduce")
+def _heads_are_clipped_by_the_logits_of_one_rank(_: object, _logits: MaxLogits) -> None:
+    return None
+
+
+@_mistake("shard, bf16 state", stochastic_rounding, "local_shard_and_offset")
+def _draws_are_those_of_positions_in_a_shard(find: Any, tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    return find(tensor)[0], (0,) * tensor.ndim
+
+
+# ---------------------------------------------------------------------- linear attention
+
+
+@_mistake("shard, qwen3_5", delta_net.DeltaRule, "forward")
+def _state_is_carried_over_the_border_of_a_document(forward: Replacement, *arguments: object) -> object:
+    *tensors, _ = arguments
+    return forward(*tensors, None)
+
+
+@_mistake("shard, qwen3_5", delta_net.ShortConvolution, "forward")
+def _convolutions_see_the_document_before(forward: Replacement, module: object, x: Tensor, _: object) -> object:
+    return forward(module, x, None)
+
+
+@_mistake("tensor, qwen3_5", delta_rule, "_decay")
+def _decays_of_later_tokens_are_not_masked(decay: Callable[..., Any], sums: Tensor, *more: object, **others: object):
+    found = decay(sums, *more, **others)
+    pairs = (sums[..., None] - sums[..., None, :]).to(found.pairs.dtype).exp()
+    return replace(found, pairs=pairs)
+
+
+@_mistake("shard, kimi_linear", delta_rule, "_first_keys")
+def _keys_keep_what_their_channels_forget(_first_keys: Replacement, k: Tensor, until: Tensor) -> Tensor:
+    return delta_rule._first(k, until)
+
+
+@_mistake("shard, qwen3_next experts over 2", moe.TokenLinear, "forward")
+def _gates_of_shared_experts_are_those_of_other_tokens(forward: Replacement, module: object, x: Tensor) -> Tensor:
+    gate = forward(module, x)
+    assert isinstance(gate, Tensor)
+    return gate.roll(1, dims=1)
+
+
+@_mistake("context, qwen3_5 ring unmasked", state_exchange, "_compose")
+def _the_last_rank_forgets_the_states_of_earlier_pieces(
+    compose: Callable[..., Tensor], maps: Tensor, *pieces: object, **direction: object
+) -> Tensor:
+    K = maps.shape[2]
+    maps = F.pad(maps[..., :-K], (0, K)) if _rank() == 1 else maps
+    return compose(maps, *pieces, **direction)
+
+
+@_mistake("context, qwen3_5 ring masked", state_exchange, "_places")
+def _states_pass_in_the_order_of_ranks(
+    places: Callable[..., list[tuple[int, int]]], degree: int, *, method: str
+) -> object:
+    return sorted(places(degree, method=method))
+
+
+@_mistake("context, qwen3_5 ring masked", state_exchange.StateExchange, "forward")
+def _documents_that_begin_after_a_border_continue_a_state(forward: Replacement, *arguments: object) -> object:
+    *tensors, starts = arguments
+    return forward(*tensors, torch.where(cast("Tensor", starts) < 8, -1, starts))
+
+
+@_mistake("context, qwen3_5 ring masked", state_exchange.StateExchange, "convolve")
+def _convolutions_see_another_document_over_a_border(
+    convolve: Replacement, module: object, weights: object, inputs: object, starts: Tensor
+) -> object:
+    return convolve(module, weights, inputs, torch.where(starts <= 0, -9, starts))

@@ -16,17 +16,23 @@ from torchtitan_clone.trainer import Trainer
 
 @contextmanager
 def open_trainer(
-    argv: list[str], *, wrap_replica_group: Callable[[ReplicaGroup], ReplicaGroup] | None = None
+    argv: list[str],
+    *,
+    wrap_replica_group: Callable[[ReplicaGroup], ReplicaGroup] | None = None,
+    trainer: type[Trainer] = Trainer,
 ) -> Iterator[Trainer]:
     """Builds this rank's trainer inside its process group; nothing is trained yet.
 
     The trainer calls the methods of the wrapped replica group in every step, which shows what a step does.
     """
-    yield from open_trainers([argv], wrap_replica_group=wrap_replica_group)
+    yield from open_trainers([argv], wrap_replica_group=wrap_replica_group, trainer=trainer)
 
 
 def open_trainers(
-    runs: list[list[str]], *, wrap_replica_group: Callable[[ReplicaGroup], ReplicaGroup] | None = None
+    runs: list[list[str]],
+    *,
+    wrap_replica_group: Callable[[ReplicaGroup], ReplicaGroup] | None = None,
+    trainer: type[Trainer] = Trainer,
 ) -> Iterator[Trainer]:
     """Yields this rank's trainer of each run, one after another, inside one process group."""
     launch = Launch.from_environment()
@@ -35,7 +41,7 @@ def open_trainers(
         for argv in runs:
             plan = preflight.resolve(load_config(argv), world_size=launch.world_size, device_type=device.type)
             run = preflight.prepare(plan, launch=launch)
-            yield Trainer(run, launch=launch, device=device, stop=StopRequest(), wrap_replica_group=wrap_replica_group)
+            yield trainer(run, launch=launch, device=device, stop=StopRequest(), wrap_replica_group=wrap_replica_group)
 
 
 def train_all(runs: list[list[str]]) -> None:

@@ -13,11 +13,12 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Protocol, Self
@@ -42,7 +43,8 @@ if not rest or (rest[0].startswith("-") and rest[0] != "-m") or "-P" in options:
     os.execv({python!r}, [{python!r}, *words])
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
-request = dict(words=rest, environment=dict(os.environ), folder=os.getcwd(), executable=sys.argv[0])
+blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+request = dict(words=rest, environment=dict(os.environ), folder=os.getcwd(), executable=sys.argv[0], blocked=blocked)
 data = json.dumps(request).encode()
 socket.send_fds(connection, [len(data).to_bytes(4, "big")], [0, 1, 2])
 connection.sendall(data)
@@ -119,11 +121,16 @@ def _answer(connection: socket.socket) -> None:
             if not data or len(data) < length:  # the stand-in was killed
                 return
             streams = [_Stream(fd) for fd in fds]
-            process = multiprocessing.get_context("forkserver").Process(target=_run, args=(streams, json.loads(data)))
+            masked, mask = multiprocessing.Pipe(duplex=False)
+            arguments = (streams, json.loads(data), mask)
+            process = multiprocessing.get_context("forkserver").Process(target=_run, args=arguments)
             process.start()
+            mask.close()
         finally:
             for fd in fds:
                 os.close(fd)
+        wait([process.sentinel, masked])  # a signal before would end a process that blocks it
+        masked.close()
         while connection in wait([process.sentinel, connection]):
             if not (signals := connection.recv(1)):
                 process.kill()
@@ -134,8 +141,10 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall((process.exitcode or 0).to_bytes(4, "big", signed=True))
 
 
-def _run(streams: list[int], request: dict) -> None:
+def _run(streams: list[int], request: dict, masked: Connection) -> None:
     """Does in this process what the interpreter does with these arguments."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    masked.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -144,6 +153,7 @@ def _run(streams: list[int], request: dict) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # the new process follows its own $TMPDIR
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     # Processes that the command starts come from the same forkserver.
     vars(forkserver._forkserver)["ensure_running"] = lambda: None

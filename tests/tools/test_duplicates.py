@@ -13,7 +13,7 @@ from tests.data.corpora import TOKENIZER, files_below, jsonl, open_corpus, texts
 from tests.data.loaders import SEQ_LEN, next_batches, train_loader
 from tests.data.test_best_fit import targets_of, trained_targets
 from tests.data.test_formats import documents_of, write_megatron
-from tests.programs import load_program
+from torchtitan_clone.commands import prepare_data
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import resolved_timeline
@@ -213,7 +213,7 @@ def test_without_the_tools_the_option_is_an_error_before_text_is_read(folder, mo
 
 
 def test_the_script_prepares_all_sources_without_duplicates(folder, capsys):
-    script = load_program("scripts/prepare_data.py")
+    script = prepare_data
     sources = ", ".join(f'{{name = "{name}", path = "{folder / name}"}}' for name in ("web", "ids"))
     words = [f"--data.sources=[{sources}]", "--data.drop_duplicates=true", "--part_mib=0.001"]
     words += [f"--data.cache_folder={folder / 'tasks'}", "--data.held_out_fraction=0.1", "--data.prepare_processes=1"]

@@ -14,15 +14,15 @@ from tokenizers import Tokenizer, decoders, normalizers, processors
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts import convert_to_hf
-from scripts import generate as script
 from tests.support.harness import start_ranks
 from tests.support.runs import options, train_rank
 from tests.tools.test_kv_cache import generator_of
 from torchtitan_clone.checkpoint.folder import MANIFEST_FILE, PROGRESS_FILE, read_manifest, write_manifest
 from torchtitan_clone.checkpoint.writer import write_file
+from torchtitan_clone.commands import convert_to_hf
+from torchtitan_clone.commands import generate as script
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.tools.generation import Sampling, choose, read_prompts
+from torchtitan_clone.tools.generation import Generator, Sampling, choose, read_prompts
 from torchtitan_clone.tools.trained_model import open_trained_model
 
 
@@ -122,6 +122,43 @@ def test_a_beginning_token_precedes_prompts_as_in_transformers(killed_run, tmp_p
         assert capsys.readouterr().out == "".join(expected)
 
 
+def test_an_export_has_the_ends_padding_and_template_of_the_folder(killed_run, tmp_path, capsys):
+    """Text ends at each of them, here and in transformers."""
+    assets, export, step = tmp_path / "tokenizer", tmp_path / "hub", killed_run / "checkpoint" / "step-2"
+    with_beginning_token(assets)
+    trained = open_trained_model(step, dtype=torch.float32, device=torch.device("cpu"), hf_assets_path=str(assets))
+    generator = Generator(trained, sampling=Sampling(max_new_tokens=12))
+    (ids,) = generator.complete(generator.encode(["import os\n"]))
+    stop = next(token for index, token in enumerate(ids) if index > 2 and token not in ids[:index])
+    (assets / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, stop, 2048]}))
+    config = json.loads((assets / "tokenizer_config.json").read_text())
+    pad = trained.tokenizer.backend.id_to_token(9)
+    (assets / "tokenizer_config.json").write_text(json.dumps(config | {"pad_token": pad}))
+    (assets / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    convert_to_hf.convert(step, export, dtype=torch.float32, hf_assets_path=str(assets))
+    found = {name: json.loads((export / name).read_text()) for name in ("config.json", "generation_config.json")}
+    assert [each["pad_token_id"] for each in found.values()] == [9, 9]
+    assert [each["eos_token_id"] for each in found.values()] == [0, [0, stop]]
+    words, theirs = AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export)
+    out = theirs.generate(**words("import os\n", return_tensors="pt"), max_new_tokens=12, do_sample=False)
+    end = ids.index(stop)
+    assert out[0].tolist() == [*words("import os\n").input_ids, *ids[: end + 1]]
+    argv = [f"--hf_assets_path={assets}", "--max_new_tokens=12", "--prompt=import os\n"]
+    for given in ([str(killed_run), *argv], [str(export), *argv[1:]]):
+        assert script.main(given) == 0
+        assert capsys.readouterr().out == f"import os\n{trained.tokenizer.decode(ids[:end])}\n{'-' * 40}\n"
+    prompt = "x<|end_of_text|>import"
+    for parses in (False, True):
+        given = Generator(trained, sampling=Sampling(max_new_tokens=2), parse_special_tokens=parses).encode([prompt])
+        assert given == [words(prompt, split_special_tokens=not parses).input_ids]
+    assert script.main([str(export), "--parse_special_tokens", "--max_new_tokens=12", f"--prompt={prompt}"]) == 0
+    out = theirs.generate(**words(prompt, return_tensors="pt"), max_new_tokens=12, do_sample=False)[0].tolist()
+    continued = words.decode(out[len(given[0]) :]).removesuffix(words.decode(stop))
+    assert capsys.readouterr().out == f"{prompt}{continued}\n{'-' * 40}\n"
+    chat = [{"role": "user", "content": "hi"}]
+    assert words.apply_chat_template(chat, tokenize=False) == "<user>hi"
+
+
 def test_a_checkpoint_of_version_0_1_has_no_beginning_token(killed_run, tmp_path):
     """That version trained without one, and recorded the digest of tokenizer.json alone."""
     assets, step = str(with_beginning_token(tmp_path / "tokenizer")), tmp_path / "step-2"
@@ -155,7 +192,7 @@ ERRORS = {
     "unknown folder": (["nowhere"], "nowhere: there is no such folder"),
     "an id of the hub": (
         ["org/name"],
-        "is a model of the Hugging Face hub, download it (`hf download org/name --local-dir name`)",
+        "is a model of the Hugging Face hub, download it (`hf download org/name`)",
     ),
     "no step": (["."], "the folder has no complete checkpoint"),
     "empty prompt": (["RUN", "--prompt=a", "--prompt="], "prompt 2 is empty"),

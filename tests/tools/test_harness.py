@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import convert_to_hf
-from scripts import evaluate as script
 from tests.support.runs import options, train
 from tests.tools.test_evaluation import EXAMPLES
+from torchtitan_clone.commands import convert_to_hf
+from torchtitan_clone.commands import evaluate as script
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data.tokenizer import tokenizer_files
 from torchtitan_clone.tools.evaluation_tasks import Example, choice_task
@@ -210,7 +210,7 @@ def test_perplexities_of_long_texts_are_those_of_the_harness(trained_run, export
     if bos_id is not None:
         tokenizer = replace(trained.tokenizer, bos_id=bos_id, prefix_id=bos_id, is_as_stored=False)
         trained = replace(trained, tokenizer=tokenizer)
-    for name, content in tokenizer_files(None, tokenizer=trained.tokenizer).items():
+    for name, content in tokenizer_files(trained.tokenizer).items():
         (tmp_path / name).write_bytes(content)
     text = Path(__file__).read_text()
     texts = [text[:length] for length in (1, 30, 150, 500, 900)]
@@ -271,5 +271,5 @@ def test_results_that_cannot_be_written_are_printed(trained_run, task_folder, ca
 
 def test_one_line_says_what_is_wrong(trained_run, tmp_path, capsys):
     assert script.main([str(trained_run), "--tasks=nothing", f"--include_path={tmp_path}"]) == 2
-    message = "--tasks: no such task: nothing" if HAS_HARNESS else "the package lm_eval is not installed"
+    message = "no such task: nothing" if HAS_HARNESS else "the package lm_eval is not installed"
     assert message in capsys.readouterr().err.splitlines()[-1]

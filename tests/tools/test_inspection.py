@@ -12,11 +12,12 @@ import pytest
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from tests.data.chats import template, write_tokenizer
 from tests.data.corpora import jsonl, write
-from tests.programs import load_program
 from tests.support.harness import run_ranks
 from tests.support.runs import make_short_documents, options, rows, train
 from tests.support.trainers import open_trainers
+from torchtitan_clone.commands import inspect_data
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.run import preflight
@@ -32,8 +33,8 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def script():
-    """Returns scripts/inspect_data.py as a module."""
-    return load_program("scripts/inspect_data.py")
+    """Returns the command."""
+    return inspect_data
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +256,21 @@ def test_what_cannot_be_shown_is_one_error(run, script, capsys, words, complaint
 def test_a_folder_that_is_no_run_is_one_error(script, tmp_path, capsys):
     assert script.main(["rows", f"--folder={tmp_path}"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_targets_of_chats_are_shown(tmp_path, script, capsys):
+    chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2\n日本"}]
+    data = write(tmp_path / "data", {"a.jsonl": json.dumps({"messages": chat}).encode() + b"\n"})
+    assets = write_tokenizer(tmp_path / "t", chat_template=template("chatml", is_marked=False), eos_token="<|im_end|>")
+    words = [f"--training.dataset_path={data}", "--training.format=chat", f"--model.hf_assets_path={assets}"]
+    words += [f"--data.cache_folder={tmp_path / 'cache'}", "--data.packing=best_fit", "--training.seq_len=64"]
+    assert script.main(["rows", "--step=1", *words, "--training.global_batch_size=1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert re.fullmatch("--- chat of [0-9]+ tokens, of which [0-9]+ are targets", shown[1])
+    assert shown[2:5] == [
+        r'context "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n"',
+        r'target  "2\n日本<|im_end|>"',
+        r'context "\n"',
+    ]
+    assert re.fullmatch("--- [0-9]+ tokens of padding", shown[5])
+    assert len(shown) == 6

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import test_gpt_oss, test_llama4, test_olmo3
+from tests.models import (
+    test_families,
+    test_gpt_oss,
+    test_kimi_linear,
+    test_llama4,
+    test_olmo3,
+    test_olmo_hybrid,
+    test_qwen3_5,
+)
 from tests.support.twins import twin_of
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
@@ -24,6 +32,11 @@ FAMILIES = {
     "llama3": Llama3Args(**SIZES, n_kv_heads=2),
     "qwen3": Qwen3Args(**SIZES, **HEADS),
     "qwen3_moe": Qwen3MoEArgs(**SIZES, **HEADS, moe=MoEArgs(num_experts=8, top_k=2, hidden_dim=24)),
+    "qwen3_5": test_qwen3_5.ARGS,
+    "qwen3_5_moe": test_qwen3_5.MOE_ARGS,
+    "qwen3_next": test_qwen3_5.MOE_ARGS,
+    "kimi_linear": test_kimi_linear.ARGS,
+    "olmo_hybrid": test_olmo_hybrid.ARGS,
     "olmo2": test_olmo3.VARIANTS["olmo2"][1],
     "olmo3": test_olmo3.OLMO3,
     "gpt_oss": test_gpt_oss.ARGS,
@@ -31,14 +44,15 @@ FAMILIES = {
     "deepseek_v3": replace(
         DEEPSEEK, **SIZES | {"n_layers": 3}, hidden_dim=96, moe=replace(DEEPSEEK.moe, hidden_dim=24)
     ),
+    **test_families.SMALL,
 }
 NEW_TOKENS = 64
 
 
-def build(name):
+def build(name, *, args=None):
     """Returns a model of the family with random weights, whose norms and biases are not ones and zeros."""
     torch.manual_seed(1)
-    model = MODELS[name].build(FAMILIES[name])
+    model = MODELS[name].build(args or FAMILIES[name])
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
@@ -49,7 +63,7 @@ def build(name):
 
 def generator_of(name, *, use_cache, **sampling):
     # No token is the end of a document: the last one is left out of the prompts, and is not the most likely one.
-    tokenizer = replace(build_tokenizer(None), vocab_size=VOCABULARY, eos_id=VOCABULARY)
+    tokenizer = replace(build_tokenizer(None), vocab_size=VOCABULARY, eos_id=VOCABULARY, end_ids=(VOCABULARY,))
     trained = TrainedModel(
         path=Path(), model=build(name), args=FAMILIES[name], tokenizer=tokenizer, device=torch.device("cpu")
     )

@@ -9,9 +9,12 @@ import signal
 
 import pytest
 
+from tests.data.chats import many_chats, template, write_tokenizer
+from tests.data.corpora import write
 from tests.support.cluster import Cluster, committed_once
 from tests.support.faults import Fault
-from tests.support.runs import losses, options, train
+from tests.support.runs import losses, options, read_json_lines, train
+from torchtitan_clone.observe.metrics import METRICS_FILE
 from torchtitan_clone.observe.records import TIMELINE_FILE
 from torchtitan_clone.tools.report_charts import all_charts
 from torchtitan_clone.tools.report_data import read_run, run_folders
@@ -70,6 +73,24 @@ def test_two_groups_recover_from_a_kill(corpus, tmp_path, expected):
         assert marks["recovery"]["y"][-1] > 8
 
 
+def test_two_groups_train_on_chats_as_one_run(tmp_path):
+    """The loss is divided by the targets of both groups, which have different numbers of them."""
+    folder = write_tokenizer(tmp_path / "t", chat_template=template("chatml", is_marked=False))
+    rows = [{"messages": chat} for words in (2, 40) for chat in many_chats(20, words=words)]
+    corpus = write(tmp_path / "chats", {"a.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    changes = {
+        **SMALL, "training__steps": 8, "training__format": "chat", "training__seq_len": 128,
+        "model__hf_assets_path": folder, "data__held_out_fraction": 0, "validation__enable": False,
+    }  # fmt: skip
+    assert train(options(corpus, tmp_path / "one", **changes), log_folder=tmp_path / "one")[0] == 0
+    expected = losses(tmp_path / "one")
+    changes["fault_tolerance__min_replica_size"] = 2
+    with Cluster(corpus, tmp_path / "two", groups=2, **changes) as cluster:
+        cluster.start_all().watch_over()
+        assert set(cluster.finished) == {0, 1}, cluster.log
+        assert cluster.losses == {step: pytest.approx(expected[step], rel=1e-5) for step in range(1, 9)}
+
+
 def test_a_healed_group_has_one_weight_for_embedding_and_output(corpus, tmp_path):
     """The state that it receives has tied weights once."""
     tied = {**SMALL, "training__steps": 16, "model__args__tied_embeddings": True}
@@ -78,6 +99,61 @@ def test_a_healed_group_has_one_weight_for_embedding_and_output(corpus, tmp_path
         cluster.start_all(faults=[Fault(kind="kill", place="between", step=5, group=1)]).watch_over()
         check(cluster, losses(tmp_path / "single"), steps=16)
         assert "healed from another replica group: step" in cluster.log_of(1)
+
+
+SPIKY = {
+    "training__on_spike": "skip", "training__spike_window": 16, "training__spike_patience": 100,
+    "optimizer__lr": 1e-5, "lr_scheduler__points": "[[0, 1.0], [13, 1.0], [14, 1e6], [15, 1.0]]",
+}  # fmt: skip
+"""A rate times a million in step 14: all steps after it are spikes."""
+
+
+def skipped_steps(folder):
+    """Returns the number of skipped steps by step."""
+    return {row["step"]: row["skipped_steps"] for row in read_json_lines(folder / METRICS_FILE) if "loss" in row}
+
+
+def test_two_groups_skip_the_same_spikes_also_one_that_healed_among_them(corpus, tmp_path):
+    """A group that lost the window with its process would train where the other does not, and have other weights."""
+    spiky = {**SMALL, **SPIKY}
+    assert train(options(corpus, tmp_path / "single", **spiky), log_folder=tmp_path / "single")[0] == 0
+    expected = skipped_steps(tmp_path / "single" / "run")
+    assert [expected[step] for step in (14, 15, STEPS)] == [0, 1, STEPS - 14]
+    with Cluster(corpus, tmp_path / "groups", groups=2, pace=0.08, **spiky) as cluster:
+        cluster.start_all(faults=[Fault(kind="kill", place="between", step=18, group=1)]).watch_over()
+        check(cluster, losses(tmp_path / "single"))
+        assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL])]
+        assert "healed from another replica group: step" in cluster.log_of(1)
+        for group in range(2):
+            found = skipped_steps(cluster.folder / "run" / f"replica-{group}")  # without the steps of others
+            assert found.items() <= expected.items()
+
+
+def test_two_groups_go_back_after_spikes_also_where_one_dies_as_they_decide(corpus, tmp_path):
+    """The weights are spoilt in step 14; after the spikes 15 to 17 the groups go back to step 12, and on with batch 18.
+
+    Attempts and rows are counted on, the steps 13 to 17 are trained again.
+    """
+    rewinding = {"training__on_spike": "rewind", "training__spike_window": 16, "training__spike_patience": 3}
+    changes = {**SMALL, **rewinding, "checkpoint__interval": 4, "optimizer__lr": 1e-5, "lr_scheduler__warmup_steps": 0}
+    skipped = options(corpus, tmp_path / "single", **changes, data__skip_steps="[[13, 17]]")
+    assert train(skipped, log_folder=tmp_path / "single")[0] == 0
+    faults = [Fault(kind="spoil", place="gradients", step=14, group=group) for group in range(2)]
+    faults.append(Fault(kind="kill", place="committed", step=17, group=1))
+    with Cluster(corpus, tmp_path / "groups", groups=2, pace=0.08, **changes) as cluster:
+        cluster.start_all(faults=faults).watch_over()
+        assert set(cluster.finished) == {0, 1}, cluster.log
+        assert cluster.digests().keys() == {0}
+        assert len(cluster.digests()[0]) == 1
+        assert committed_once(cluster.records(), steps=STEPS + 5, rows=ROWS) == []
+        assert [row["step"] for row in cluster.step_rows(0)] == list(range(1, STEPS + 1))
+        steps = [row["step"] for row in cluster.step_rows(1)]
+        assert steps == sorted(set(steps))
+        assert cluster.losses == pytest.approx(losses(tmp_path / "single"), rel=1e-3)
+        assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL])]
+        assert "healed from another replica group: step" in cluster.log_of(1)
+        progress = json.loads((cluster.folder / "run" / "checkpoint" / f"step-{STEPS}" / "progress.json").read_text())
+        assert progress["rewinds"] == [{"step": 12, "from_step": 17, "first_batch": 13, "last_batch": 17}]
 
 
 @pytest.mark.many_ranks

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.programs import load_program
 from tests.support.runs import options, train
+from torchtitan_clone.commands import lighthouse
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.network import NoAnswerError
@@ -86,7 +86,7 @@ def test_a_lighthouse_that_starts_late_is_found(port):
 
 @pytest.mark.parametrize("option", ["heartbeat_timeout_ms=-5", "min_replica_size=0"])
 def test_the_script_checks_ranges(option, capsys):
-    assert load_program("scripts/lighthouse.py").main(["--port=0", f"--fault_tolerance.{option}"]) == 2
+    assert lighthouse.main(["--port=0", f"--fault_tolerance.{option}"]) == 2
     assert f"error: fault_tolerance.{option.replace('=', ' = ')}: must be " in capsys.readouterr().err
 
 

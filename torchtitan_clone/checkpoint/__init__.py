@@ -5,5 +5,6 @@
 - A *save* (`save.py`) copies the shards into a staging buffer, from which a thread or a process (`writer.py`) writes.
 - A run resumes from the newest step that all ranks agree on (`agree.py`) and that is intact (`load.py`).
 
-`manager.py` is the interface of the trainer; `offline.py` and `summary.py` are for scripts.
+`manager.py` is the interface of the trainer; `offline.py`, `summary.py` and, for PyTorch's own format,
+`dcp.py` are for scripts.
 """

@@ -2,82 +2,168 @@
 
 import logging
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from torchtitan_clone.checkpoint import folder as folders
-from torchtitan_clone.checkpoint.folder import CorruptCheckpointError
+from torchtitan_clone.checkpoint.folder import CorruptCheckpointError, StoredStep
 from torchtitan_clone.comm.json_collectives import all_gather_json, broadcast_json, optional_text
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import Value, shorten
 
+if TYPE_CHECKING:
+    from torchtitan_clone.checkpoint.remote import RemoteFolder
+
 logger = logging.getLogger("torchtitan_clone")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where the steps of a run are: its folder and, if there is one, an object store.
+
+    `identity` is text that tells the run from others, `group` the name of this replica group, "" if there is one.
+    """
+
+    folder: Path
+    identity: str = ""
+    group: str = ""
+    remote: "RemoteFolder | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
     """The steps in a folder: those that a run may resume from, and all that are committed, oldest first.
 
-    `had_any` also counts steps that were renamed because they were corrupted.
+    `had_any` also counts steps that were renamed because they were corrupted. `local` are those in the folder, and
+    `stored` those in the object store, if there is one.
     """
 
     to_resume: list[int]
     committed: list[int]
     had_any: bool
+    local: Set[int] = frozenset()
+    stored: Set[int] = frozenset()
 
 
-def agree_on_steps(checkpoint: Checkpoint, *, folder: Path, identity: str, group: str) -> Steps:
+def agree_on_steps(checkpoint: Checkpoint, *, places: Places) -> Steps:
     """Returns what rank 0 finds after it has cleaned up; nothing without checkpoint.enable. Collective.
 
-    `group` is the name of the replica group, "" if there is one.
+    With an object store, a step counts as local only if each rank finds it.
     """
+    folder, remote = places.folder, places.remote
     if not checkpoint.enable:
         return Steps(to_resume=[], committed=[], had_any=False)
     answer: list[object] = []
-    with agreed_errors(folder):
+    local = None if remote is None else _local_steps(checkpoint, places=places)
+    with agreed_errors(remote or folder):
         if dist.get_rank() == 0:
-            for each in (folder, folder / folders.MODEL_ONLY_FOLDER):
-                folders.restore_replaced(each)
-                if not checkpoint.load_only:
-                    folders.delete_leftovers(each, group=group)
-            committed = folders.committed_steps(folder)
-            to_resume = folders.steps_to_resume(folder, checkpoint=checkpoint, identity=identity)
-            answer = [to_resume, committed, bool(committed or folders.corrupt_steps(folder))]
-    to_resume, committed, had_any = broadcast_json(answer).items(count=3)
-    return Steps(to_resume=to_resume.integers(), committed=committed.integers(), had_any=had_any.flag())
+            in_store: list[int] = []
+            if remote is None or local is None:
+                _clean_up(checkpoint, places=places)
+                found = folders.committed_steps(folder)
+            else:
+                in_store = remote.committed_steps()
+                found = sorted({*local, *in_store})
+                if checkpoint.load_step != -1:
+                    remote.fetch_rewind(folder)
+            resumable = folders.steps_to_resume(found, folder=folder, checkpoint=checkpoint, identity=places.identity)
+            had_any = bool(found or folders.corrupt_steps(folder) or (remote and remote.has_corrupt_steps()))
+            answer = [resumable, found, had_any, in_store]
+    to_resume, committed, any_step, stored = broadcast_json(answer).items(count=4)
+    return Steps(
+        to_resume=to_resume.integers(),
+        committed=committed.integers(),
+        had_any=any_step.flag(),
+        local=frozenset(committed.integers() if local is None else local),
+        stored=frozenset(stored.integers()),
+    )
 
 
-def set_aside(step: int, *, folder: Path, checkpoint: Checkpoint, problem: str) -> None:
+def _local_steps(checkpoint: Checkpoint, *, places: Places) -> set[int]:
+    """Returns the steps that each rank finds in its folder, which one of each node cleans up. Collective."""
+    found: set[int] = set()
+    with agreed_errors(places.folder):
+        if environment_integer("LOCAL_RANK", default=0) == 0:
+            _clean_up(checkpoint, places=places)
+        found |= {*folders.committed_steps(places.folder)}
+    return found.intersection(*(each.integers() for each in gather(sorted(found))))
+
+
+def _clean_up(checkpoint: Checkpoint, *, places: Places) -> None:
+    for each in (places.folder, places.folder / folders.MODEL_ONLY_FOLDER):
+        folders.restore_replaced(each)
+        if not checkpoint.load_only:
+            folders.delete_leftovers(each, group=places.group)
+
+
+def is_folder_shared(folder: Path) -> bool:
+    """Returns whether all ranks see one folder, which is created if it is missing. Collective."""
+    mark = folder / f"step-0.partial-{broadcast_json(uuid.uuid4().hex).text(pattern='[0-9a-f]+')}"
+    with agreed_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            mark.mkdir()
+    gather(None)  # it is there
+    is_seen = [each.flag() for each in gather(mark.is_dir())]
+    if dist.get_rank() == 0:
+        mark.rmdir()
+    return all(is_seen)
+
+
+def set_aside(step: int, *, folder: "Path | RemoteFolder", checkpoint: Checkpoint, problem: str) -> None:
     """Renames a corrupted step, unless this run never saves. Collective."""
     with agreed_errors(folder):
         if dist.get_rank() == 0:
             done = "ignored"
             if not checkpoint.load_only:
-                done = f"renamed it to {folders.quarantine(folder, step=step, suffix='bad', reason=problem)}"
-            logger.error("the checkpoint of step %d is corrupted: %s; %s", step, problem, done)
+                done = f"renamed it to {_quarantine(folder, step=step, suffix='bad', reason=problem)}"
+            where = "" if isinstance(folder, Path) else f" in {folder}"
+            logger.error("the checkpoint of step %d%s is corrupted: %s; %s", step, where, problem, done)
 
 
-def set_newer_aside(step: int, *, folder: Path, checkpoint: Checkpoint, identity: str) -> None:
+def _quarantine(folder: "Path | RemoteFolder", *, step: int, suffix: str, reason: str) -> object:
+    if isinstance(folder, Path):
+        return folders.quarantine(folder, step=step, suffix=suffix, reason=reason)
+    return folder.set_aside(step, suffix=suffix, reason=reason)
+
+
+def set_newer_aside(step: int, *, places: Places, checkpoint: Checkpoint) -> None:
     """With load_step, renames the steps after this one, which the run will save with other values. Collective."""
     load_step = checkpoint.load_step
-    with agreed_errors(folder):
+    if load_step != -1:
+        why = f"checkpoint.load_step = {load_step}"
+        leave_newer(step, places=places, why=why, reason=f"for step {load_step}")
+    with agreed_errors(places.remote or places.folder):
         if dist.get_rank() == 0:
-            newer = [each for each in folders.committed_steps(folder) if each > step and load_step != -1]
-            for each in newer:
-                target = folders.quarantine(folder, step=each, suffix="left", reason=f"for step {load_step}")
-                logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, each, target)
-            if newer:
+            folders.record_rewind(places.folder, checkpoint=checkpoint, identity=places.identity)
+            if places.remote:
+                places.remote.store_rewind(places.folder)
+
+
+def leave_newer(step: int, *, places: Places, why: str, reason: str) -> None:
+    """Renames the steps after this one, from which no start resumes any more; with `reason` in the name. Collective."""
+    folder, remote = places.folder, places.remote
+    with agreed_errors(remote or folder):
+        if dist.get_rank() == 0:
+            newer: list[tuple[Path | RemoteFolder, int]] = [(folder, each) for each in folders.committed_steps(folder)]
+            newer += [(remote, each) for each in remote.committed_steps()] if remote else []
+            for place, each in (found for found in newer if found[1] > step):
+                target = _quarantine(place, step=each, suffix="left", reason=reason)
+                logger.warning("%s: renamed the newer step %d to %s", why, each, target)
+            if any(each > step for _, each in newer):
                 folders.mark_unfinished(folder)
-            folders.record_rewind(folder, checkpoint=checkpoint, identity=identity)
 
 
 @contextmanager
-def agreed_errors(folder: Path) -> Iterator[None]:
+def agreed_errors(folder: "Path | StoredStep | RemoteFolder") -> Iterator[None]:
     """Raises on all ranks what one raises: CorruptCheckpointError, ConfigError for OSError, or FileNotFoundError.
 
     The last one if rank 0, which lists the steps, does not find the folder: it was deleted. ConfigError also if another
@@ -94,7 +180,8 @@ def agreed_errors(folder: Path) -> Iterator[None]:
             unusable = f"{folder} cannot be read or changed: {error}; try again, or move it away to use an older step"
     corrupt, unusable = first_error(corrupt), first_error(unusable)
     if corrupt or unusable:
-        absent = [rank for rank, exists in enumerate(gather(os.path.lexists(folder))) if not exists.flag()]
+        is_there = not isinstance(folder, Path) or os.path.lexists(folder)
+        absent = [rank for rank, exists in enumerate(gather(is_there)) if not exists.flag()]
         if 0 in absent:
             raise FileNotFoundError(f"{folder} does not exist")
         if absent and not unusable:

@@ -4,7 +4,7 @@ step-N.partial-ID        being written, or left behind by a killed process; .par
   -> step-N              committed
        -> .replaced      the older of two saves of one step, while they are exchanged
        -> .bad-REASON    corrupted
-       -> .left-REASON   newer than load_step
+       -> .left-REASON   newer than the step that the run was rewound to
        -> .purged        being deleted
 """
 
@@ -12,21 +12,24 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from io import BufferedReader, RawIOBase
 from pathlib import Path
+from typing import Protocol
 
+from torchtitan_clone.checkpoint.progress import MAX_DIGITS, Progress, parse_progress
 from torchtitan_clone.checkpoint.writer import ALGORITHMS, DIGEST, DIGESTS, Bytes, FileRecord, digest_of, write_file
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.messages import describe_download
+from torchtitan_clone.config.downloads import describe_download
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import (
     MAX_BYTES,
-    MAX_INTEGER,
     DocumentError,
     Value,
     is_plain_name,
@@ -45,36 +48,12 @@ PROGRESS_FILE = "progress.json"
 VERSIONS_FILE = "versions.json"
 MODEL_ONLY_FOLDER = "model_only"
 _FINISHED_FILE = "finished.json"
-_REWIND_FILE = "rewind.json"
+REWIND_FILE = "rewind.json"
+STEP_NAME = rf"step-(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})"
 _FORMAT = 1
-_MAX_DIGITS = 18  # of a step
 _MAX_REASON = 100  # characters in the name of a folder
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-class CorruptCheckpointError(Exception):
-    """A checkpoint does not match its manifest, or has none; the message names the file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The state of a run apart from its tensors; `data` is the position in the data."""
-
-    step: int
-    tokens_seen: int
-    skipped_steps: int
-    data: Mapping[str, object]
-    spikes: Mapping[str, object] = field(default_factory=dict[str, object])
-    """The steps that the next one is compared with, {} where nothing is done about spikes."""
-
-    def to_json(self) -> dict[str, object]:
-        """Returns this as data that JSON can hold; without `spikes` if it is {}, as before there were any."""
-        content = asdict(self)
-        return content if self.spikes else {key: value for key, value in content.items() if key != "spikes"}
-
-
-NOTHING_DONE = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +63,24 @@ class Manifest:
     step: int
     algorithm: str
     files: Mapping[str, FileRecord]
+
+
+class StoredStep(Protocol):
+    """A step in an object store, where functions of this package take it in place of a folder; errors as there."""
+
+    name: str
+
+    def read(self, name: str, *, max_bytes: int) -> bytes: ...
+    def open(self, name: str) -> RawIOBase: ...
+    def check_sizes(self) -> Manifest: ...
+
+
+Place = Path | StoredStep
+"""Where the files of a step are."""
+
+
+class CorruptCheckpointError(Exception):
+    """A checkpoint does not match its manifest, or has none; the message names the file."""
 
 
 @contextlib.contextmanager
@@ -108,8 +105,7 @@ def committed_steps(folder: Path) -> list[int]:
     """Returns the steps that were committed, oldest first; they may have been damaged since, and be no folder."""
     if not folder.is_dir():
         return []
-    pattern = rf"step-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})"
-    matches = [re.fullmatch(pattern, entry.name) for entry in folder.iterdir()]
+    matches = [re.fullmatch(STEP_NAME, entry.name) for entry in folder.iterdir()]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -118,17 +114,18 @@ def corrupt_steps(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.bad-*"))
 
 
-def newest_complete_step(folder: Path) -> int | None:
-    """Returns the newest step whose files have the recorded sizes, or None. Changes nothing."""
-    return next((step for step in reversed(committed_steps(folder)) if is_complete(folder, step=step)), None)
+def newest_complete_step(folder: Path, *, below: float = math.inf) -> int | None:
+    """Returns the newest step below a number whose files have the recorded sizes, or None. Changes nothing."""
+    steps = (step for step in reversed(committed_steps(folder)) if step < below)
+    return next((step for step in steps if is_complete(folder, step=step)), None)
 
 
-def steps_to_resume(folder: Path, *, checkpoint: Checkpoint, identity: str) -> list[int]:
-    """Returns the steps that a run may resume from, oldest first; `identity` is text that tells it from other runs.
+def steps_to_resume(steps: list[int], *, folder: Path, checkpoint: Checkpoint, identity: str) -> list[int]:
+    """Returns those of `steps` that a run may resume from; `identity` is text that tells it from other runs.
 
     With load_step these are that step and, if this run was rewound to it before, the later ones.
     """
-    steps, first = committed_steps(folder), checkpoint.load_step
+    first = checkpoint.load_step
     if first == -1:
         return steps
     last = steps[-1] if steps and _was_rewound(folder, step=first, identity=identity) else first
@@ -137,7 +134,7 @@ def steps_to_resume(folder: Path, *, checkpoint: Checkpoint, identity: str) -> l
 
 def _was_rewound(folder: Path, *, step: int, identity: str) -> bool:
     try:
-        record = read_json(folder / _REWIND_FILE).table("step", "run")
+        record = read_json(folder / REWIND_FILE).table("step", "run")
         return record["step"].integer() == step and record["run"].text() == _digest_of(identity, algorithm=DIGEST)
     except (OSError, DocumentError):
         return False
@@ -146,7 +143,7 @@ def _was_rewound(folder: Path, *, step: int, identity: str) -> bool:
 def record_rewind(folder: Path, *, checkpoint: Checkpoint, identity: str) -> None:
     """Records the step that load_step rewinds this run to, -1 for none; only warns if it cannot."""
     record = {"step": checkpoint.load_step, "run": _digest_of(identity, algorithm=DIGEST)}
-    file = folder / _REWIND_FILE
+    file = folder / REWIND_FILE
     try:
         if checkpoint.load_step == -1:
             file.unlink(missing_ok=True)
@@ -162,7 +159,8 @@ def expected_progress(checkpoint: Checkpoint, *, folder: Path, identity: str) ->
     if not checkpoint.enable:
         return None
     restore_replaced(folder)
-    for step in reversed(steps_to_resume(folder, checkpoint=checkpoint, identity=identity)):
+    steps = steps_to_resume(committed_steps(folder), folder=folder, checkpoint=checkpoint, identity=identity)
+    for step in reversed(steps):
         with contextlib.suppress(CorruptCheckpointError, OSError):
             check_sizes(step_folder(folder, step), step=step)
             return progress_to_resume(step_folder(folder, step), checkpoint=checkpoint)
@@ -189,7 +187,7 @@ def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
     return source, step
 
 
-def progress_to_resume(folder: Path, *, checkpoint: Checkpoint) -> Progress:
+def progress_to_resume(folder: Place, *, checkpoint: Checkpoint) -> Progress:
     """Returns the progress of a checkpoint, without the data position if exclude_from_loading lists "data"."""
     progress = read_progress(folder)
     return replace(progress, data={}) if "data" in checkpoint.exclude_from_loading else progress
@@ -206,17 +204,35 @@ def is_complete(folder: Path, *, step: int) -> bool:
 
 def write_manifest(folder: Path, *, step: int, files: Mapping[str, FileRecord]) -> None:
     """Writes the last file of a checkpoint, after which its content is final."""
-    records = {name: asdict(record) for name, record in files.items()}
-    content = {"format": _FORMAT, "step": step, "algorithm": DIGEST, "files": records}
-    text = json.dumps({"manifest": content, "digest": _digest_of(content, algorithm=DIGEST)}, indent=1)
-    write_file(folder / MANIFEST_FILE, [text.encode()])
+    write_file(folder / MANIFEST_FILE, [encode_manifest(Manifest(step=step, algorithm=DIGEST, files=files))])
     sync_folder(folder)
 
 
-def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Returns the content of manifest.json."""
+    records = {name: asdict(record) for name, record in manifest.files.items()}
+    content = {"format": _FORMAT, "step": manifest.step, "algorithm": manifest.algorithm, "files": records}
+    digest = _digest_of(content, algorithm=manifest.algorithm)
+    return json.dumps({"manifest": content, "digest": digest}, indent=1).encode()
+
+
+def read_file(place: Place, name: str, *, max_bytes: int) -> bytes:
+    """Returns the content of a file of a step; DocumentError if it is larger or no regular file."""
+    if isinstance(place, Path):
+        return read_regular(place / name, max_bytes=max_bytes)
+    return place.read(name, max_bytes=max_bytes)
+
+
+def open_file(place: Place, name: str) -> BufferedReader:
+    """Opens a file of a step for reading; what comes from a store is verified as it is read."""
+    return BufferedReader(open_regular(place / name) if isinstance(place, Path) else place.open(name))
+
+
+def read_manifest(folder: Place, *, step: int | None = None) -> Manifest:
     """Returns the manifest of a checkpoint; CorruptCheckpointError if it is missing, invalid or of another step."""
     with reading(MANIFEST_FILE):
-        document = read_json(folder / MANIFEST_FILE).table("manifest", "digest")
+        content = read_file(folder, MANIFEST_FILE, max_bytes=MAX_BYTES)
+        document = parse_json(content, where=MANIFEST_FILE).table("manifest", "digest")
         manifest = _parse_manifest(document["manifest"])
     if manifest.algorithm not in DIGESTS:
         raise ConfigError(
@@ -240,12 +256,14 @@ def _parse_manifest(value: Value) -> Manifest:
         files[name] = FileRecord(bytes=record["bytes"].integer(), digest=record["digest"].text())
     if PROGRESS_FILE not in files:
         content["files"].refuse(f"must list {PROGRESS_FILE}")
-    step = content["step"].integer(high=10**_MAX_DIGITS - 1)
+    step = content["step"].integer(high=10**MAX_DIGITS - 1)
     return Manifest(step=step, algorithm=content["algorithm"].choice(*ALGORITHMS), files=files)
 
 
-def check_sizes(folder: Path, *, step: int | None = None) -> Manifest:
+def check_sizes(folder: Place, *, step: int | None = None) -> Manifest:
     """Returns the manifest; CorruptCheckpointError if a file has another size or the progress is not intact."""
+    if not isinstance(folder, Path):
+        return folder.check_sizes()
     if step is not None and folder.is_symlink():
         raise CorruptCheckpointError(f"{folder.name} is a link and not a folder")
     manifest = read_manifest(folder, step=step)
@@ -260,27 +278,27 @@ def check_sizes(folder: Path, *, step: int | None = None) -> Manifest:
     return manifest
 
 
-def check_digest(folder: Path, name: str, *, manifest: Manifest) -> None:
+def check_digest(folder: Place, name: str, *, manifest: Manifest) -> None:
     """Reads a file; CorruptCheckpointError if it does not match its digest in the manifest."""
-    with reading(name), open_regular(folder / name) as file:
+    with reading(name), open_file(folder, name) as file:
         digest = digest_of(file, name=manifest.algorithm)
     if digest != manifest.files[name].digest:
         raise CorruptCheckpointError(f"{name} does not match its digest in the manifest")
 
 
-def read_document(folder: Path, name: str, *, manifest: Manifest, max_bytes: int = MAX_BYTES) -> Value:
+def read_document(folder: Place, name: str, *, manifest: Manifest, max_bytes: int = MAX_BYTES) -> Value:
     """Returns a JSON document whose bytes match the manifest; CorruptCheckpointError for others."""
     record = manifest.files.get(name)
     if record is None:
         raise CorruptCheckpointError(f"{name} is not in {MANIFEST_FILE}")
     with reading(name):
-        content = read_regular(folder / name, max_bytes=min(record.bytes, max_bytes))
-        if _digest_of_bytes(content, algorithm=manifest.algorithm) != record.digest:
+        content = read_file(folder, name, max_bytes=min(record.bytes, max_bytes))
+        if digest_of_bytes(content, algorithm=manifest.algorithm) != record.digest:
             raise CorruptCheckpointError(f"{name} does not match its digest in the manifest")
         return parse_json(content, where=name)
 
 
-def read_progress(folder: Path, *, manifest: Manifest | None = None) -> Progress:
+def read_progress(folder: Place, *, manifest: Manifest | None = None) -> Progress:
     """Returns the progress of a checkpoint; CorruptCheckpointError if it is not valid or of another step."""
     manifest = manifest or read_manifest(folder)
     with reading(PROGRESS_FILE):
@@ -290,71 +308,6 @@ def read_progress(folder: Path, *, manifest: Manifest | None = None) -> Progress
             f"{PROGRESS_FILE} belongs to step {progress.step}, the manifest to {manifest.step}"
         )
     return progress
-
-
-def parse_progress(value: Value) -> Progress:
-    """Returns the progress that a document holds; DocumentError if a value has another type or range."""
-    optional = ["spikes"] if "spikes" in value.plain_entries() else []
-    content = value.table("step", "tokens_seen", "skipped_steps", "data", *optional)
-    step = content["step"].integer(high=10**_MAX_DIGITS - 1)
-    return Progress(
-        step=step,
-        tokens_seen=content["tokens_seen"].integer(),
-        skipped_steps=content["skipped_steps"].integer(high=step),
-        data=check_position(content["data"]),
-        spikes=content["spikes"].plain_entries() if optional else {},
-    )
-
-
-def check_position(value: Value) -> Mapping[str, object]:
-    """Returns the position in the data that a checkpoint or a peer states, {} if it was not saved.
-
-    DocumentError if a value has another type or range: a loader believes the others.
-    """
-    content = value.entries()
-    if content and "samples" not in content:
-        value.refuse("must have samples")
-    for key, each in content.items():
-        if key in _CHECKS:
-            _CHECKS[key](each)
-    return {key: each.value for key, each in content.items()}
-
-
-def _check_cursors(value: Value) -> None:
-    for cursor in value.items():
-        cursor.integers(count=3)
-    if not value.value:
-        value.refuse("must have a cursor for every row of a global batch")
-
-
-def _check_bookmark(value: Value) -> None:
-    epoch, document, place = value.items(count=3)
-    epoch.integer()
-    document.integer()
-    if place.value is not None:
-        place.text(max_chars=MAX_BYTES)
-
-
-def _check_streams(value: Value) -> None:
-    for stream in value.items():
-        for key, each in stream.table("cursors", "bookmark").items():
-            _CHECKS[key](each)
-
-
-_CHECKS: Mapping[str, Callable[[Value], object]] = {
-    "samples": lambda value: value.integer(high=2**62),
-    "data": Value.text,
-    "tokenizer": Value.text,
-    "eos_id": Value.integer,
-    "held_out_fraction": lambda value: value.number(low=0, high=1),
-    "seq_len": Value.integer,
-    "document_masking": Value.flag,
-    "seed": lambda value: value.integer(low=-MAX_INTEGER, high=MAX_INTEGER),
-    "cursors": _check_cursors,
-    "bookmark": _check_bookmark,
-    "streams": _check_streams,
-    "stages": lambda value: [stage.entries().get("first_step", stage).integer(low=1) for stage in value.items()],
-}
 
 
 def commit(partial: Path, final: Path) -> None:
@@ -403,7 +356,7 @@ def delete_leftovers(folder: Path, *, group: str = "") -> None:
 
 def quarantine(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
     """Renames a step, so that it no longer counts as a checkpoint; returns its new path."""
-    name = f"step-{step}.{suffix}-{re.sub(r'[^A-Za-z0-9]+', '-', reason).strip('-')[:_MAX_REASON]}"
+    name = name_aside(f"step-{step}", suffix=suffix, reason=reason)
     names = (folder / f"{name}{number}" for number in ("", *(f"-{again}" for again in range(2, 1000))))
     target = next(path for path in names if not os.path.lexists(path))
     with contextlib.suppress(FileNotFoundError):  # another replica group has renamed it
@@ -412,16 +365,30 @@ def quarantine(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
     return target
 
 
-def purge(folder: Path, *, keep_latest_k: int, keep_every: int) -> list[int]:
-    """Deletes and returns complete steps except the newest `keep_latest_k` (0: all) and multiples of `keep_every`."""
+def name_aside(name: str, *, suffix: str, reason: str) -> str:
+    """Returns the name that a step, or its manifest, gets where it no longer counts."""
+    return f"{name}.{suffix}-{re.sub(r'[^A-Za-z0-9]+', '-', reason).strip('-')[:_MAX_REASON]}"
+
+
+def purge(folder: Path, *, keep_latest_k: int, keep_every: int, keep_below: int = 0) -> list[int]:
+    """Deletes and returns complete steps except the newest `keep_latest_k` (0: all) and multiples of `keep_every`.
+
+    The newest step below `keep_below` is kept too.
+    """
     complete = [step for step in committed_steps(folder) if is_complete(folder, step=step)]
-    old = complete[:-keep_latest_k] if keep_latest_k else []
-    purged = [step for step in old if not (keep_every and step % keep_every == 0)]
+    purged = steps_to_delete(complete, keep_latest_k=keep_latest_k, keep_every=keep_every, keep_below=keep_below)
     for step in purged:
         target = folder / f"step-{step}.purged"
         shutil.rmtree(target, ignore_errors=True)  # left by a killed process
         shutil.rmtree(step_folder(folder, step).rename(target), ignore_errors=True)
     return purged
+
+
+def steps_to_delete(complete: Sequence[int], *, keep_latest_k: int, keep_every: int, keep_below: int) -> list[int]:
+    """Returns those of the complete steps, oldest first, that `purge` deletes."""
+    old = complete[:-keep_latest_k] if keep_latest_k else []
+    kept = max((step for step in complete if step < keep_below), default=None)
+    return [step for step in old if step != kept and not (keep_every and step % keep_every == 0)]
 
 
 def mark_finished(folder: Path, *, step: int) -> None:
@@ -454,10 +421,11 @@ def finished_step(folder: Path) -> int:
 
 def _digest_of(content: object, *, algorithm: str) -> str:
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return _digest_of_bytes(text.encode(), algorithm=algorithm)
+    return digest_of_bytes(text.encode(), algorithm=algorithm)
 
 
-def _digest_of_bytes(content: Bytes, *, algorithm: str) -> str:
+def digest_of_bytes(content: Bytes, *, algorithm: str) -> str:
+    """Returns the digest of bytes by the algorithm of this name."""
     digest = DIGESTS[algorithm]()
     digest.update(content)
     return digest.hexdigest()

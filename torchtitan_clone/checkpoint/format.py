@@ -9,13 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.folder import CorruptCheckpointError, Manifest, read_document, read_manifest, reading
+from torchtitan_clone.checkpoint.folder import (
+    CorruptCheckpointError,
+    Manifest,
+    Place,
+    read_document,
+    read_manifest,
+    reading,
+)
 from torchtitan_clone.checkpoint.tensor_file import DTYPES, NAMES, bytes_of, entry_for, file_header, is_shape
 from torchtitan_clone.comm.json_collectives import gather_json, scatter_json
 from torchtitan_clone.documents import MAX_INTEGER, Value, escape
@@ -30,6 +36,7 @@ from torchtitan_clone.ops.dtensor_shards import (
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 OUTER = "outer/"
+EMA = "ema/"
 RNG = "rng/"
 """What names of tensors begin with; those of random states contain the rank."""
 CPU = f"{RNG}cpu/"
@@ -164,7 +171,7 @@ class SavedTensor:
 Index = dict[str, SavedTensor]
 
 
-def read_index(folder: Path, *, manifest: Manifest | None = None) -> Index:
+def read_index(folder: Place, *, manifest: Manifest | None = None) -> Index:
     """Returns the tensors of a checkpoint by name; CorruptCheckpointError if the index is not valid.
 
     Parts lie within their tensor, in files of the manifest; `check_parts` and `verify` check the rest.
@@ -185,7 +192,7 @@ def _saved_tensor(value: Value, *, manifest: Manifest) -> SavedTensor:
     shards: list[tuple[str, int, TensorShard]] = []
     for part in entry["parts"].plain_items():
         match part:
-            case [list(offset), list(size), str(file), int(begin)] if _is_inside(offset, size, shape=shape):
+            case [list(offset), list(size), str(file), int(begin)] if is_inside(offset, size, shape=shape):
                 if file in manifest.files and type(begin) is int and 0 <= begin <= MAX_INTEGER:
                     shard = TensorShard(
                         offset=tuple(offset), size=tuple(size), global_shape=shape, dtype=dtype, device_type="cpu"
@@ -197,7 +204,8 @@ def _saved_tensor(value: Value, *, manifest: Manifest) -> SavedTensor:
     return SavedTensor(dtype=dtype, shape=shape, shards=shards)
 
 
-def _is_inside(offset: list[object], size: list[object], *, shape: torch.Size) -> bool:
+def is_inside(offset: Sequence[object], size: Sequence[object], *, shape: Sequence[int]) -> bool:
+    """Returns whether a part of this offset and size is in a tensor of this shape."""
     # Without a Value for each number: an index may have a million parts.
     return len(offset) == len(size) == len(shape) and all(
         type(first) is int and type(count) is int and first >= 0 <= count and first + count <= whole
@@ -205,14 +213,14 @@ def _is_inside(offset: list[object], size: list[object], *, shape: torch.Size) -
     )
 
 
-def check_parts(name: str, tensor: SavedTensor) -> None:
-    """Checks that the parts cover every element of a tensor once; CorruptCheckpointError otherwise."""
+def check_parts(name: str, tensor: SavedTensor, *, where: str = INDEX_FILE) -> None:
+    """Checks that the parts of a tensor cover every element once; CorruptCheckpointError, which names where, if not."""
     parts = [(shard.offset, shard.size) for *_, shard in tensor.shards if prod(shard.size)]
     if (covered := sum(prod(size) for _, size in parts)) != prod(tensor.shape):
         what = f"{covered:,} of the {prod(tensor.shape):,} elements"
-        raise CorruptCheckpointError(f"{INDEX_FILE}: {escape(name)}: its parts have {what}")
+        raise CorruptCheckpointError(f"{where}: {escape(name)}: its parts have {what}")
     if _overlap(parts, num_dimensions=len(tensor.shape)):
-        raise CorruptCheckpointError(f"{INDEX_FILE}: {escape(name)}: its parts overlap")
+        raise CorruptCheckpointError(f"{where}: {escape(name)}: its parts overlap")
 
 
 def _overlap(parts: list[Part], *, num_dimensions: int, dimension: int = 0) -> bool:

@@ -6,7 +6,7 @@ With a process group, functions here are collectives over all ranks; without one
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchtitan_clone.checkpoint import folder as folders
 from torchtitan_clone.checkpoint.agree import (
+    Places,
     Steps,
     agree_on_steps,
     agreed_errors,
@@ -23,8 +24,9 @@ from torchtitan_clone.checkpoint.agree import (
     set_aside,
     set_newer_aside,
 )
-from torchtitan_clone.checkpoint.folder import CorruptCheckpointError, Manifest, Progress
+from torchtitan_clone.checkpoint.folder import CorruptCheckpointError, Manifest, Place
 from torchtitan_clone.checkpoint.format import (
+    EMA,
     INDEX_FILE,
     MAX_STATE_BYTES,
     MODEL,
@@ -38,12 +40,14 @@ from torchtitan_clone.checkpoint.format import (
     read_index,
     set_random_state,
 )
-from torchtitan_clone.checkpoint.tensor_file import NAMES, bytes_of, read_header
+from torchtitan_clone.checkpoint.progress import Progress
+from torchtitan_clone.checkpoint.tensor_file import NAMES, bytes_of, header_of
 from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.schema import Checkpoint
-from torchtitan_clone.documents import MAX_BYTES, escape, open_regular, parse_json
+from torchtitan_clone.config.started import as_started
+from torchtitan_clone.documents import MAX_BYTES, escape, parse_json
 from torchtitan_clone.ops.dtensor_shards import TensorShard, describe_shard, local_shard
 
 logger = logging.getLogger("torchtitan_clone")
@@ -58,34 +62,35 @@ Parts = dict[str, tuple[int, TensorShard]]
 class ResumePoint:
     """A verified checkpoint, and the groups of tensors to load from it; `progress` is None if the run starts anew."""
 
-    folder: Path
+    folder: Place
     index: Index
     groups: tuple[str, ...]
     progress: Progress | None
 
 
-def find_resume_point(
-    checkpoint: Checkpoint, *, folder: Path, steps: Steps, identity: str, group: str
-) -> ResumePoint | None:
+def find_resume_point(checkpoint: Checkpoint, *, places: Places, steps: Steps) -> ResumePoint | None:
     """Returns the newest intact one of the steps to resume from, or initial_load_path. Collective.
 
-    `group` is the name of the replica group, "" if there is one. ConfigError if what is asked for cannot be loaded.
+    Of a step that is also in an object store, the local one comes first. ConfigError if what is asked for cannot be
+    loaded.
     """
-    for step in reversed(steps.to_resume):
-        source = folders.step_folder(folder, step)
+    folder, remote = places.folder, places.remote
+    found = [(step, folder) for step in steps.to_resume if step in steps.local]
+    found += [(step, remote) for step in steps.to_resume if step in steps.stored and remote is not None]
+    for step, tier in sorted(found, key=lambda each: (-each[0], each[1] is not folder)):
+        source = folders.step_folder(tier, step) if isinstance(tier, Path) else tier.step(step)
         try:
             index = verify(source, step=step, digests=checkpoint.verify == "full")
             with agreed_errors(source):
                 progress = folders.progress_to_resume(source, checkpoint=checkpoint)
         except FileNotFoundError:  # another replica group has deleted it
-            steps = agree_on_steps(checkpoint, folder=folder, identity=identity, group=group)
-            return find_resume_point(checkpoint, folder=folder, steps=steps, identity=identity, group=group)
+            return find_resume_point(checkpoint, places=places, steps=agree_on_steps(checkpoint, places=places))
         except CorruptCheckpointError as problem:
-            set_aside(step, folder=folder, checkpoint=checkpoint, problem=str(problem))
+            set_aside(step, folder=tier, checkpoint=checkpoint, problem=str(problem))
             continue
         if not checkpoint.load_only:
-            set_newer_aside(step, folder=folder, checkpoint=checkpoint, identity=identity)
-        return ResumePoint(folder=source, index=index, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
+            set_newer_aside(step, places=places, checkpoint=checkpoint)
+        return ResumePoint(folder=source, index=index, groups=(MODEL, OPTIMIZER, OUTER, EMA, RNG), progress=progress)
     if checkpoint.enable and checkpoint.load_step != -1:
         available = ", ".join(map(str, steps.committed)) or "none"
         what = f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step"
@@ -109,7 +114,7 @@ def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
         raise ConfigError(f"checkpoint.initial_load_path: {why}") from None
     if checkpoint.initial_load_model_only:
         return ResumePoint(folder=folder, index=index, groups=(MODEL,), progress=None)
-    return ResumePoint(folder=folder, index=index, groups=(MODEL, OPTIMIZER, RNG), progress=progress)
+    return ResumePoint(folder=folder, index=index, groups=(MODEL, OPTIMIZER, EMA, RNG), progress=progress)
 
 
 def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> bool:
@@ -118,9 +123,10 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     Returns False if the checkpoint was deleted, as by another replica group that has saved newer ones.
     """
     excluded = tuple(f"{name.rstrip('/')}/" for name in checkpoint.exclude_from_loading)
+    groups = _groups_of_both(point, state=state)
 
     def is_loaded(name: str) -> bool:
-        return name.startswith(point.groups) and not f"{name}/".startswith(excluded)
+        return name.startswith(groups) and not f"{name}/".startswith(excluded)
 
     def is_checked(name: str) -> bool:  # the number of ranks, each with its own random state, may have changed
         return is_loaded(name) and not name.startswith(RNG)
@@ -135,18 +141,30 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     except FileNotFoundError:
         return False
     except CorruptCheckpointError as error:
+        if not isinstance(point.folder, Path):
+            raise
         remedy = f"move {point.folder.name} out of its folder to use an older checkpoint"
         if checkpoint.verify == "sizes":
             remedy = 'set checkpoint.verify = "full" to check all bytes first and fall back to an older step'
         raise ConfigError(f"{point.folder}: {error}; {remedy}") from None
     set_random_state(tensors)
-    loaded = " and ".join(group.rstrip("/") for group in point.groups if group != RNG)
+    loaded = " and ".join(group.rstrip("/") for group in groups if group != RNG)
     logger.info("loaded %s from %s", loaded, point.folder)
     if point.progress is not None:
         logger.info("resumed after step %d", point.progress.step)
         if checkpoint.load_step not in (-1, point.progress.step):
             logger.info("this run was rewound to checkpoint.load_step = %d before", checkpoint.load_step)
     return True
+
+
+def _groups_of_both(point: ResumePoint, *, state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Returns the groups of tensors to load: averages of the weights only if checkpoint and run have some."""
+    is_kept, is_saved = (any(name.startswith(EMA) for name in names) for names in (state, point.index))
+    if is_kept and not is_saved:
+        logger.info("%s has no averages of the weights: they start at its weights", point.folder)
+    elif is_saved and EMA in point.groups and not is_kept:
+        logger.warning("the averages in %s are not loaded, and end here: ema.enable is false", point.folder)
+    return tuple(group for group in point.groups if group != EMA or (is_kept and is_saved))
 
 
 def _check_excluded(excluded: Sequence[str], *, names: Set[str]) -> None:
@@ -158,15 +176,17 @@ def _check_excluded(excluded: Sequence[str], *, names: Set[str]) -> None:
     answers = [answer.items(count=len(exists)) for answer in all_gather_json(exists)]
     for tensor, *exists_on_ranks in zip(tensors, *answers, strict=True):
         if not any(each.flag() for each in exists_on_ranks):
-            rule = "neither the checkpoint nor this run has this tensor; name one that scripts/checkpoint.py show lists"
+            remedy = as_started("name one that scripts/checkpoint.py show lists")
+            rule = f"neither the checkpoint nor this run has this tensor; {remedy}"
             raise ConfigError(f"checkpoint.exclude_from_loading = [{shown(tensor)}]: {rule}")
 
 
-def verify(folder: Path, *, step: int | None, digests: bool) -> Index:
+def verify(folder: Place, *, step: int | None, digests: bool) -> Index:
     """Returns the tensors of a checkpoint, if it is intact; errors as agreed_errors(). Collective.
 
     `digests` checks the bytes of tensors too. Without them it is still certain that every element of every tensor is
     in the files once, that each file has the tensors that the index says, and that no document contradicts another.
+    Tensors in an object store are verified while they are loaded, so that they are read once.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -182,7 +202,7 @@ def verify(folder: Path, *, step: int | None, digests: bool) -> Index:
         for name in dealt:
             if name in parts:
                 _check_tensor_file(folder, name, parts=parts[name])
-            _check_bytes(folder, name, manifest=manifest, digests=digests)
+            _check_bytes(folder, name, manifest=manifest, digests=digests and isinstance(folder, Path))
         if stray := {
             file for tensor in index.values() for file, *_ in tensor.shards if not file.endswith(TENSOR_FILES)
         }:
@@ -202,7 +222,7 @@ def _parts_of_files(index: Index, *, files: list[str]) -> dict[str, Parts]:
     return parts
 
 
-def _check_bytes(folder: Path, name: str, *, manifest: Manifest, digests: bool) -> None:
+def _check_bytes(folder: Place, name: str, *, manifest: Manifest, digests: bool) -> None:
     """Compares the digest of a file, unless it was compared when the file was read."""
     if name in (folders.PROGRESS_FILE, INDEX_FILE):
         return
@@ -213,10 +233,10 @@ def _check_bytes(folder: Path, name: str, *, manifest: Manifest, digests: bool) 
         folders.check_digest(folder, name, manifest=manifest)
 
 
-def _check_tensor_file(folder: Path, file: str, *, parts: Parts) -> None:
+def _check_tensor_file(folder: Place, file: str, *, parts: Parts) -> None:
     """Compares the header of a file with the index, in both directions."""
-    with folders.reading(file):
-        header = read_header(folder / file)
+    with folders.reading(file), folders.open_file(folder, file) as stream:
+        header = header_of(stream, where=file)
         # Stated for torch's reader.
         offsets = parse_json(header.metadata.get(OFFSETS_KEY, "{}"), where=f"{file}: {OFFSETS_KEY}").plain_entries()
     if header.entries.keys() != parts.keys():
@@ -231,11 +251,11 @@ def _check_tensor_file(folder: Path, file: str, *, parts: Parts) -> None:
             _check_random_state(folder, file, name=name, part=(begin, shard))
 
 
-def _check_random_state(folder: Path, file: str, *, name: str, part: tuple[int, TensorShard]) -> None:
+def _check_random_state(folder: Place, file: str, *, name: str, part: tuple[int, TensorShard]) -> None:
     begin, shard = part
     is_state = shard.dtype is torch.uint8 and shard.size == shard.global_shape and len(shard.size) == 1
     if is_state and 0 < shard.size[0] <= MAX_STATE_BYTES:
-        with folders.reading(file), BufferedReader(open_regular(folder / file)) as stream:
+        with folders.reading(file), folders.open_file(folder, file) as stream:
             stream.seek(begin)
             state = torch.frombuffer(bytearray(stream.read(shard.size[0])), dtype=torch.uint8)
         if is_random_state(name, state=state):
@@ -244,7 +264,7 @@ def _check_random_state(folder: Path, file: str, *, name: str, part: tuple[int, 
 
 
 def loadable_tensors(
-    folder: Path, state: Mapping[str, Tensor], *, index: Index, is_checked: Callable[[str], bool], allow_partial: bool
+    folder: Place, state: Mapping[str, Tensor], *, index: Index, is_checked: Callable[[str], bool], allow_partial: bool
 ) -> dict[str, Tensor]:
     """Returns the tensors of `state` that the checkpoint has with the same shape.
 
@@ -312,7 +332,7 @@ def _of_all_ranks(names: list[str]) -> list[str]:
     return sorted({name.text() for each in gather(names) for name in each.items()})
 
 
-def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> None:
+def load_tensors(folder: Place, state: Mapping[str, Tensor], *, index: Index) -> None:
     """Fills tensors that the checkpoint has with the same shape; errors as agreed_errors().
 
     The index must be that of `verify`: files are read where it says.
@@ -325,15 +345,13 @@ def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> 
                 needed.setdefault(file, []).append((begin, saved, local_shard(tensor).detach(), wanted))
     with agreed_errors(folder):
         for file, shards in needed.items():
-            with folders.reading(file), BufferedReader(open_regular(folder / file)) as stream:
-                for begin, saved, target, wanted in shards:
+            with folders.reading(file), folders.open_file(folder, file) as stream:
+                for begin, saved, target, wanted in sorted(shards, key=lambda shard: shard[0]):
                     if not _read(stream, begin=begin, saved=saved, target=target, wanted=wanted):
                         raise CorruptCheckpointError(f"{file} ends early")
 
 
-def _read(
-    stream: "BufferedReader[FileIO]", *, begin: int, saved: TensorShard, target: Tensor, wanted: TensorShard
-) -> bool:
+def _read(stream: BufferedReader, *, begin: int, saved: TensorShard, target: Tensor, wanted: TensorShard) -> bool:
     """Reads the rows that both shards hold, directly into the target if its memory layout allows; returns if it can."""
     # In a file, only complete rows are contiguous. Those with the region are read, and its columns are copied:
     #

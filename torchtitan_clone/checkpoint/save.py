@@ -22,19 +22,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.folder import PROGRESS_FILE, Progress, commit, purge, step_folder, write_manifest
+from torchtitan_clone.checkpoint.folder import PROGRESS_FILE, Manifest, commit, purge, step_folder, write_manifest
 from torchtitan_clone.checkpoint.format import INDEX_FILE, FileLayout
+from torchtitan_clone.checkpoint.progress import Progress
 from torchtitan_clone.checkpoint.tensor_file import file_content
-from torchtitan_clone.checkpoint.writer import FileRecord, WriterLostError, WriterProcess, chunks_of, write_file
+from torchtitan_clone.checkpoint.writer import DIGEST, FileRecord, WriterLostError, WriterProcess, chunks_of, write_file
 from torchtitan_clone.config.environment import STOP_SIGNALS
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.config.urls import store_url
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.files import format_bytes
 from torchtitan_clone.torch_compat import default_store
@@ -47,7 +49,6 @@ PROCESS = "async_with_pinned_mem"
 _ATTEMPTS = 2
 _SPACE_FACTOR = 1.02  # free disk space that a save requires, as a multiple of its size
 _MAX_PAUSE_SECONDS = 0.05
-_REMEDY = "check the log and the disk of that machine, or increase checkpoint.writer_timeout_seconds"
 _TIMEOUT_FACTOR = 3  # two attempts of another rank's writer process and one of its thread
 _MADV_POPULATE_WRITE = 23
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
@@ -215,6 +216,8 @@ class SaveVotes:
     They travel through the store of the process group: a collective would block training.
     """
 
+    REMEDY = "check the log and the disk of that machine, or increase checkpoint.writer_timeout_seconds"
+
     def __init__(self, save_id: str):
         self._id = save_id
         self._store = default_store()
@@ -228,7 +231,7 @@ class SaveVotes:
         keys = [self._key(rank) for rank in range(dist.get_world_size())]
         if not _wait_until(lambda: self._store.check(keys), timeout_seconds=timeout_seconds):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise TimeoutError(f"ranks {missing} did not finish writing within {timeout_seconds:g} s; {_REMEDY}")
+            raise TimeoutError(f"ranks {missing} did not finish writing within {timeout_seconds:g} s; {self.REMEDY}")
         answers = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
@@ -243,7 +246,7 @@ class SaveVotes:
         """Waits for the outcome that rank 0 announces: an error, or None for committed."""
         key = self._key("outcome")
         if not _wait_until(lambda: self._store.check([key]), timeout_seconds=timeout_seconds):
-            return f"rank 0 did not commit within {timeout_seconds:g} s; {_REMEDY}"
+            return f"rank 0 did not commit within {timeout_seconds:g} s; {self.REMEDY}"
         return json.loads(self._store.get(key))
 
     def forget(self) -> None:
@@ -265,6 +268,16 @@ def _wait_until(condition: Callable[[], bool], *, timeout_seconds: float) -> boo
     return True
 
 
+class StepUpload(Protocol):
+    """What copies the files of a save to an object store, where there is one."""
+
+    is_folder_shared: bool
+
+    def add(self, path: Path, *, record: FileRecord) -> None: ...
+    def submit(self, manifest: Manifest | None = None, *, keep_below: int = 0) -> None: ...
+    def discard(self) -> None: ...
+
+
 class Save:
     """A save in progress. `finished` is set once this rank has done its share."""
 
@@ -274,8 +287,9 @@ class Save:
     #            ^ collective  ^ staged: the state may change; on a GPU the stream waits for it, not the CPU
 
     def __init__(
-        self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint, group: str
-    ):
+        self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint, group: str,
+        upload: StepUpload | None = None,
+    ):  # fmt: skip
         self.report = SaveReport(step=progress.step, bytes=file.layout.total_bytes)
         self._file = file
         self.votes = SaveVotes(save_id)
@@ -286,6 +300,7 @@ class Save:
         self._folder = folder
         self._partial = folder / f"step-{progress.step}.partial-{group and f'{group}-'}{save_id}"
         self._options = checkpoint
+        self._upload = upload
 
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
         """Does this rank's share: stages, writes and reports; rank 0 then collects the reports and commits."""
@@ -315,9 +330,16 @@ class Save:
         error = self.votes.outcome(timeout_seconds=timeout_seconds)
         if error is None:
             self.finished.wait(timeout_seconds)
+            if self._is_by_node:
+                shutil.rmtree(self._partial, ignore_errors=True)
         elif self.votes.outcome(timeout_seconds=0) == error:  # announced: no commit follows
             shutil.rmtree(self._partial, ignore_errors=True)  # that of this node, if it is not shared
         return error
+
+    @property
+    def _is_by_node(self) -> bool:
+        """Whether each node has a folder of its own, so that the step is complete in the object store only."""
+        return self._upload is not None and not self._upload.is_folder_shared
 
     def _write(self, state: dict[str, Tensor]) -> None:
         try:
@@ -329,8 +351,12 @@ class Save:
                 self.report.staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
             record = self._file.write(self._partial / self._file.layout.file, state=state)
+            if self._upload is not None:
+                self._upload.add(self._partial / self._file.layout.file, record=record)
+                if dist.get_rank() != 0:
+                    self._upload.submit()
         except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
-            self.votes.report({}, error=f"rank {dist.get_rank()}: {_describe(error)}")
+            self.votes.report({}, error=f"rank {dist.get_rank()}: {describe_error(error)}")
         else:
             self.votes.report({self._file.layout.file: record}, error=None)
 
@@ -340,30 +366,60 @@ class Save:
             self._commit(files, extra_files={**extra_files, INDEX_FILE: self._file.layout.index})
         except Exception as error:  # noqa: BLE001, the other ranks must learn of every error
             shutil.rmtree(self._partial, ignore_errors=True)
-            return _describe(error)
+            if self._upload is not None:
+                self._upload.discard()
+            return describe_error(error)
         return None
 
     def _commit(self, files: dict[str, FileRecord], *, extra_files: Mapping[str, str]) -> None:
         final = step_folder(self._folder, self.report.step)
         sizes = {name: (self._partial / name).lstat().st_size for name in files if (self._partial / name).is_file()}
-        if absent := [name for name, record in files.items() if sizes.get(name) != record.bytes]:
+        absent = [name for name, record in files.items() if sizes.get(name) != record.bytes]
+        if absent and not self._is_by_node:
             what = f"rank 0 does not find {shorten(', '.join(absent))} in {self._partial} as other ranks wrote it"
             raise OSError(f"{what}; all nodes must share job.dump_folder")
-        finalize(self._partial, final, files=files, extra_files=extra_files, progress=self._progress)
+        written = list(files)
+        complete(self._partial, files=files, extra_files=extra_files, progress=self._progress)
+        if self._upload is not None:
+            for name in files.keys() - written:
+                self._upload.add(self._partial / name, record=files[name])
+        if self._is_by_node:
+            shutil.rmtree(self._partial, ignore_errors=True)
+        else:
+            commit(self._partial, final)
+            self._purge()
+        if self._upload is not None:
+            manifest = Manifest(step=self.report.step, algorithm=DIGEST, files=files)
+            self._upload.submit(manifest, keep_below=self._progress.suspect_step)
+
+    def _purge(self) -> None:
+        options, is_local = self._options, store_url(self._options) is not None
         try:
-            purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
+            purge(
+                self._folder,
+                keep_latest_k=options.local_keep_latest_k if is_local else options.keep_latest_k,
+                keep_every=0 if is_local else options.keep_every,
+                keep_below=self._progress.suspect_step,
+            )
         except OSError as error:
-            logger.warning("old checkpoints in %s cannot be deleted: %s", self._folder, _describe(error))
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self._folder, describe_error(error))
 
 
 def finalize(
     partial: Path, final: Path, *, files: dict[str, FileRecord], extra_files: Mapping[str, str], progress: Progress
 ) -> None:
     """Adds all other files to the files of tensors, the manifest last, and commits."""
+    complete(partial, files=files, extra_files=extra_files, progress=progress)
+    commit(partial, final)
+
+
+def complete(
+    partial: Path, *, files: dict[str, FileRecord], extra_files: Mapping[str, str], progress: Progress
+) -> None:
+    """Adds all other files to the files of tensors, and to `files`; the manifest last."""
     for name, text in {**extra_files, PROGRESS_FILE: json.dumps(progress.to_json(), indent=1)}.items():
         files[name] = write_file(partial / name, [text.encode()])
     write_manifest(partial, step=progress.step, files=files)
-    commit(partial, final)
 
 
 def save_thread() -> ThreadPoolExecutor:
@@ -379,7 +435,7 @@ def lack_of_space(folder: Path, *, size: int) -> str | None:
         existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
     except OSError as error:  # the other ranks wait for this one's answer
-        return _describe(error)
+        return describe_error(error)
     if free >= size * _SPACE_FACTOR:
         return None
     needs = f"it needs {format_bytes(size)}, and {existing} has {format_bytes(free)} free"
@@ -391,7 +447,7 @@ def warn_of_failure(step: int, error: str) -> None:
     logger.warning("step %d could not be saved: %s; training continues without this checkpoint", step, error)
 
 
-def _describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Returns the message of an error, with the file name of an OSError."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"

@@ -1,4 +1,4 @@
-"""Describes the checkpoints of a run as text, without loading tensors."""
+"""Describes the checkpoints of a run, in a folder or an object store, as text, without loading tensors."""
 
 import contextlib
 import json
@@ -6,55 +6,58 @@ import time
 from pathlib import Path
 
 from torchtitan_clone.checkpoint import folder as folders
-from torchtitan_clone.checkpoint.folder import CorruptCheckpointError
+from torchtitan_clone.checkpoint.folder import CorruptCheckpointError, Place
+from torchtitan_clone.checkpoint.remote import RemoteFolder, RemoteStep
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import escape
 
 
-def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
+def table_of_steps(folder: Path | RemoteFolder, *, digests: bool) -> tuple[list[str], bool]:
     """Returns one line per step, oldest first, and if all are intact: by size, with `digests` by reading every file."""
     lines = [f"{'step':>10}  {'saved':<16}  {'GiB':>8}  {'files':>5}  {'tokens seen':>16}  state"]
     are_intact = True
-    steps = folders.committed_steps(folder)
+    steps = folders.committed_steps(folder) if isinstance(folder, Path) else folder.committed_steps()
     for step in steps:
-        path = folders.step_folder(folder, step)
+        place = _place(folder, step=step)
         with contextlib.suppress(FileNotFoundError):  # the run has deleted it meanwhile
             try:
-                columns, is_intact = _columns(path, step=step, digests=digests), True
+                columns, is_intact = _columns(place, step=step, digests=digests), True
             except CorruptCheckpointError as error:
                 columns, is_intact = f"{'':>8}  {'':>5}  {'':>16}  CORRUPTED: {error}", False
-            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.lstat().st_mtime))
-            lines.append(f"{step:>10,}  {saved}  {columns}")
+            saved = place.lstat().st_mtime if isinstance(place, Path) else place.saved_at().timestamp()
+            lines.append(f"{step:>10,}  {time.strftime('%Y-%m-%d %H:%M', time.localtime(saved))}  {columns}")
             are_intact &= is_intact
-    lines += [f"renamed because it was corrupted: {path.name}" for path in folders.corrupt_steps(folder)]
-    if (step := folders.finished_step(folder)) and step >= max(steps, default=0):
-        lines.append(f"the run is complete: step {step:,}")
+    if isinstance(folder, Path):
+        lines += [f"renamed because it was corrupted: {path.name}" for path in folders.corrupt_steps(folder)]
+        if (step := folders.finished_step(folder)) and step >= max(steps, default=0):
+            lines.append(f"the run is complete: step {step:,}")
     return lines, are_intact
 
 
-def _columns(path: Path, *, step: int, digests: bool) -> str:
+def _place(folder: Path | RemoteFolder, *, step: int) -> "Path | RemoteStep":
+    return folders.step_folder(folder, step) if isinstance(folder, Path) else folder.step(step)
+
+
+def _columns(path: Place, *, step: int, digests: bool) -> str:
     manifest = folders.check_sizes(path, step=step)
     if digests:
         from torchtitan_clone.checkpoint.load import verify  # imports torch
 
         verify(path, step=step, digests=True)
+        for name in manifest.files if not isinstance(path, Path) else ():
+            folders.check_digest(path, name, manifest=manifest)
     tokens = folders.read_progress(path, manifest=manifest).tokens_seen
     gib = sum(record.bytes for record in manifest.files.values()) / 2**30
     state = "verified" if digests else "complete"
     return f"{gib:>8.3f}  {len(manifest.files):>5}  {tokens:>16,}  {state}"
 
 
-def describe_step(folder: Path, *, step: int | None) -> list[str]:
+def describe_step(folder: Path | RemoteFolder, *, step: int | None) -> list[str]:
     """Returns the progress, versions and tensors of a step, by default the newest; ConfigError if it is not intact."""
     from torchtitan_clone.checkpoint.format import read_index  # imports torch
 
-    steps = folders.committed_steps(folder)
-    wanted = folders.newest_complete_step(folder) if step is None else step
-    if wanted is None or wanted not in steps:
-        missing = "complete step" if wanted is None else f"step {wanted}"
-        available = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"{folder} has no {missing}; its steps: {available}; choose one of them with --step")
-    path = folders.step_folder(folder, wanted)
+    wanted = choose_step(folder, step=step)
+    path = _place(folder, step=wanted)
     try:
         manifest = folders.check_sizes(path, step=wanted)
         progress = folders.read_progress(path, manifest=manifest)
@@ -68,3 +71,18 @@ def describe_step(folder: Path, *, step: int | None) -> list[str]:
         f"{escape(name):<60}  {str(saved.dtype)[6:]:<13}  {list(saved.shape)!s:<18}  in {len(saved.shards)} shards"
         for name, saved in sorted(index.items())
     ]
+
+
+def choose_step(folder: Path | RemoteFolder, *, step: int | None) -> int:
+    """Returns a step that a folder or a store has, by default the newest complete one; ConfigError without it."""
+    if isinstance(folder, Path):
+        steps, newest = folders.committed_steps(folder), folders.newest_complete_step(folder)
+    else:
+        found = folder.newest_complete_step()
+        steps, newest = folder.committed_steps(), None if found is None else found.manifest.step
+    wanted = newest if step is None else step
+    if wanted is None or wanted not in steps:
+        missing = "complete step" if wanted is None else f"step {wanted}"
+        available = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"{folder} has no {missing}; its steps: {available}; choose one of them with --step")
+    return wanted

@@ -11,6 +11,7 @@ from io import BufferedReader
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,18 +125,22 @@ def read_header(path: Path) -> Header:
     Stricter than the library, which an untrusted header can make read beyond a tensor's own bytes or not at all.
     """
     with BufferedReader(open_regular(path)) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if not 2 <= length <= min(MAX_HEADER, size - _LENGTH_BYTES):
-            raise DocumentError(
-                f"{path.name}: not a safetensors file: of {size:,} bytes, {length:,} would be its header"
-            )
-        document = parse_json(file.read(length), where=path.name)
+        return header_of(file, where=path.name)
+
+
+def header_of(file: "BufferedReader[Any]", *, where: str) -> Header:
+    """Returns the header of an open file, named `where` in errors; DocumentError as read_header()."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if not 2 <= length <= min(MAX_HEADER, size - _LENGTH_BYTES):
+        raise DocumentError(f"{where}: not a safetensors file: of {size:,} bytes, {length:,} would be its header")
+    document = parse_json(file.read(length), where=where)
     tensors = dict(document.plain_entries())
-    metadata = Value(tensors.pop("__metadata__", None) or {}, where=f"{path.name}: __metadata__").entries()
+    metadata = Value(tensors.pop("__metadata__", None) or {}, where=f"{where}: __metadata__").entries()
     first = _LENGTH_BYTES + length
-    entries = [_parse_entry(value, name=name, where=path.name) for name, value in tensors.items()]
-    _check_spans(entries, size=size - first, where=path.name)
+    entries = [_parse_entry(value, name=name, where=where) for name, value in tensors.items()]
+    _check_spans(entries, size=size - first, where=where)
     return Header(
         entries={entry.name: entry for entry, _ in entries},
         begins={entry.name: first + begin for entry, (begin, _) in entries},

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -114,7 +114,7 @@ def _set_direct(file: FileIO, wanted: bool) -> bool:
     return changed != flags
 
 
-def digest_of(file: FileIO, *, name: str) -> str:
+def digest_of(file: FileIO | BufferedReader, *, name: str) -> str:
     """Returns the digest of an open file by the algorithm of this name."""
     digest = DIGESTS[name]()
     buffer = memoryview(bytearray(CHUNK))

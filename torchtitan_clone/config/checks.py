@@ -10,9 +10,19 @@ from typing import Annotated, cast, get_args, get_origin, get_type_hints
 
 from torchtitan_clone.config.messages import either, nearest_multiples, no_such, shown
 from torchtitan_clone.config.resolved import EXPORT_FOLDER, run_name
-from torchtitan_clone.config.schema import Config, FaultTolerance, Parallelism, Profiling, Slurm
-from torchtitan_clone.config.schema_training import LRScheduler, Model, Optimizer, OptimizerGroup, Range
+from torchtitan_clone.config.schema import (
+    Checkpoint,
+    Cluster,
+    Config,
+    FaultTolerance,
+    Metrics,
+    Parallelism,
+    Profiling,
+    Slurm,
+)
+from torchtitan_clone.config.schema_training import Distillation, LRScheduler, Model, Optimizer, OptimizerGroup, Range
 from torchtitan_clone.config.stages import find_data_errors
+from torchtitan_clone.config.urls import find_tier_errors, find_url_errors, store_url
 from torchtitan_clone.documents import is_plain_name
 
 
@@ -25,16 +35,28 @@ def find_table_errors(config: Config) -> list[str]:
     """Returns one message per rule that is violated on every device."""
     return [
         *find_range_errors(config, at=""),
+        *_find_import_errors(config.job.imports),
         *_find_empty_paths(config),
         *_find_training_errors(config),
+        *_find_vocabulary_errors(config.checkpoint),
+        *_find_rewind_errors(config),
+        *_find_metrics_errors(config.metrics),
         *_find_profiling_errors(config.profiling),
         *_find_replica_group_errors(config),
         *_find_evaluation_errors(config),
+        *_find_average_errors(config),
+        *_find_distillation_errors(config),
         *_find_storage_errors(config),
         *_find_async_tensor_errors(config),
-        *_find_slurm_errors(config.slurm),
+        *_find_launch_errors(config.launch, slurm=config.slurm),
         *find_data_errors(config.data, training=config.training),
     ]
+
+
+def _find_vocabulary_errors(checkpoint: Checkpoint) -> Iterator[str]:
+    if checkpoint.resize_vocabulary and not checkpoint.initial_load_in_hf:
+        rule = "only a Hugging Face folder is read with another vocabulary"
+        yield f"checkpoint.resize_vocabulary = true: {rule}; set checkpoint.initial_load_in_hf, or it to false."
 
 
 def find_device_errors(config: Config, *, device_type: str) -> Iterator[str]:
@@ -78,7 +100,8 @@ def find_range_errors(table: object, *, at: str, colon: str = ":") -> Iterator[s
 
 
 def _find_empty_paths(config: Config) -> Iterator[str]:
-    for name in ("job.dump_folder", "model.hf_assets_path", "data.cache_folder", "checkpoint.initial_load_path"):
+    names = ("job.dump_folder", "model.hf_assets_path", "data.cache_folder", "checkpoint.initial_load_path")
+    for name in (*names, "distillation.teacher_path", "distillation.store"):
         if attrgetter(name)(config) == "":
             yield describe_empty_path(name)
 
@@ -121,6 +144,45 @@ def _find_evaluation_errors(config: Config) -> Iterator[str]:
         yield f"evaluation.tasks, name {shown(name)}: {rule}; rename it."
 
 
+def _find_average_errors(config: Config) -> Iterator[str]:
+    options, groups = config.ema, config.fault_tolerance
+    set_options = {"half_life": options.half_life, "validate": options.validate, "export": options.export}
+    for name in (name for name, value in set_options.items() if value and not options.enable):
+        rule = "no average is kept with ema.enable = false"
+        yield f"ema.{name} = {shown(set_options[name])}: {rule}; set ema.enable to true, or leave {name} out."
+    if options.validate and not (config.validation.enable or config.evaluation.enable):
+        yield "ema.validate = true: validation.enable and evaluation.enable are false; set one of them to true."
+    if options.export and not (config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval):
+        remedy = "set checkpoint.last_save_in_hf or hf_export_interval, or ema.export to false"
+        yield f"ema.export = true: nothing is exported; {remedy}."
+    if options.enable and groups.enable and groups.semi_sync_method is not None:
+        rule = "with fault_tolerance.semi_sync_method every replica group would average weights of its own"
+        yield f"ema.enable = true: {rule}; leave one of the two out."
+
+
+def _find_distillation_errors(config: Config) -> Iterator[str]:
+    options = config.distillation
+    if not options.is_enabled:
+        set_options = {"alpha": options.alpha, "temperature": options.temperature}
+        for name, value in set_options.items():
+            if value != getattr(Distillation(), name):
+                rule = "there is no teacher; set distillation.teacher_path or distillation.store"
+                yield f"distillation.{name} = {value:g}: {rule}, or leave {name} out."
+        return
+    name = "teacher_path" if options.store is None else "store"
+    option = f"distillation.{name} = {shown(getattr(options, name))}"
+    if options.store is not None and options.teacher_path is not None:
+        yield f"{option}: distillation.teacher_path is set too; leave one of the two out."
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        rule = f"parallelism.pipeline_parallel_degree is {degree}, and pipelines have no teacher"
+        yield f"{option}: {rule}; set it to 1 and use other axes, or train without a teacher."
+    if config.training.z_loss:
+        rule = f"training.z_loss is {config.training.z_loss:g}, and the objective has one of the two"
+        yield f"{option}: {rule}; set it to 0, or train without a teacher."
+    if config.compile.cuda_graph:
+        yield f"{option}: compile.cuda_graph records no teacher; set it to false, or train without a teacher."
+
+
 def _find_async_tensor_errors(config: Config) -> Iterator[str]:
     if not config.parallelism.enable_async_tensor_parallel:
         return
@@ -130,6 +192,30 @@ def _find_async_tensor_errors(config: Config) -> Iterator[str]:
         yield f"{option}: requires the compiled model; {remedy}."
     if config.parallelism.tensor_parallel_degree == 1:
         yield f"{option}: parallelism.tensor_parallel_degree is 1; increase the degree, or set it to false."
+
+
+def _find_rewind_errors(config: Config) -> Iterator[str]:
+    checkpoint, option = config.checkpoint, 'training.on_spike = "rewind"'
+    if config.training.on_spike != "rewind":
+        return
+    if not checkpoint.enable or checkpoint.load_only:
+        off = "checkpoint.load_only = true" if checkpoint.enable else "checkpoint.enable = false"
+        yield f'{option}: nothing is saved with {off}, so there is no step to go back to; change it, or set "skip".'
+    if checkpoint.keep_latest_k == 1:
+        rule = f"{option} goes back to a checkpoint that is older than the step before the spikes"
+        yield f"checkpoint.keep_latest_k = 1: {rule}; set it to at least 2, or to 0."
+    if config.training.spike_patience == 1:
+        yield f"training.spike_patience = 1: with {option} single spikes are skipped; set it to at least 2."
+    if config.fault_tolerance.enable and config.fault_tolerance.semi_sync_method is not None:
+        rule = "within a round each replica group has spikes of its own, and they could not go back together"
+        yield f'{option}: with fault_tolerance.semi_sync_method {rule}; set it to "skip".'
+
+
+def _find_metrics_errors(metrics: Metrics) -> Iterator[str]:
+    if min(metrics.log_freq, metrics.statistics_freq) > 0 and metrics.statistics_freq % metrics.log_freq:
+        rule = f"not a multiple of metrics.log_freq {metrics.log_freq}, so that some statistics would have no row"
+        remedy = f"set it to {either(nearest_multiples(metrics.log_freq, metrics.statistics_freq))}"
+        yield f"metrics.statistics_freq = {metrics.statistics_freq}: {rule}; {remedy}."
 
 
 def _find_profiling_errors(profiling: Profiling) -> Iterator[str]:
@@ -155,6 +241,12 @@ def _find_replica_group_errors(config: Config) -> Iterator[str]:
         rule = "the lighthouse would drop a replica group that waits for process_group_timeout_ms"
         remedy = f"set it to more than {options.process_group_timeout_ms}"
         yield f"fault_tolerance.join_timeout_ms = {options.join_timeout_ms}: {rule}; {remedy}."
+    if store_url(config.checkpoint) is not None:
+        rule = "replica groups share the folder of checkpoints, and each would upload to the store"
+        yield f"checkpoint.folder: {rule}; set a local or mounted folder, or fault_tolerance.enable to false."
+    if (threshold := config.optimizer.qk_clip) is not None:
+        rule = "the largest logits of a step are those of one replica group"
+        yield f"optimizer.qk_clip = {threshold:g}: {rule}; set fault_tolerance.enable to false, or remove it."
     checkpoint = config.checkpoint
     if (step := checkpoint.load_step) != -1 and checkpoint.enable and not checkpoint.load_only:
         rule = "a replica group that starts again would move aside what the others have saved since"
@@ -198,12 +290,19 @@ def _find_semi_sync_errors(config: Config, options: FaultTolerance) -> Iterator[
             yield f"{name} = {steps}: {rule}, after which all replica groups hold equal weights; {remedy}."
 
 
-EXCLUDABLE = ("model", "optimizer", "rng", "data")
+EXCLUDABLE = ("model", "optimizer", "ema", "rng", "data")
 
 
 MAX_RUN_NAME = 128
 OWN_FOLDERS = (EXPORT_FOLDER, "slurm")
 """Folders in a run's folder that no option names: exports, and the logs of Slurm."""
+
+
+def _find_import_errors(names: Collection[str]) -> Iterator[str]:
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+            rule = "must be the name of a module as in an import"
+            yield f"job.imports, {shown(name)}: {rule}; that of my_package/parts.py is my_package.parts."
 
 
 def _find_storage_errors(config: Config) -> Iterator[str]:
@@ -223,15 +322,24 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
     if checkpoint.load_step != -1 and not checkpoint.enable:
         remedy = "set checkpoint.enable and load_only to true to load and not to save, or load_step to -1"
         yield f"checkpoint.load_step = {checkpoint.load_step}: nothing is resumed with {off}; {remedy}."
+    yield from find_tier_errors(checkpoint, init_timeout_seconds=config.comm.init_timeout_seconds)
     folders = {
         "job.dump_folder": config.job.dump_folder,
         "checkpoint.folder": config.checkpoint.folder,
+        "checkpoint.local_folder": config.checkpoint.local_folder,
         "checkpoint.initial_load_path": config.checkpoint.initial_load_path or "",
+        "distillation.teacher_path": config.distillation.teacher_path or "",
+        "distillation.store": config.distillation.store or "",
     }
     for name, value in folders.items():
-        if "://" in value:  # pathlib would create a local folder named like the URL
-            yield f"{name} = {shown(value)}: object stores are not supported; set it to a local or mounted folder."
-        if name == "checkpoint.folder" and os.path.normpath(value).split("/")[0] in OWN_FOLDERS:
+        if name == "checkpoint.folder":
+            yield from find_url_errors(name, value)
+        elif "://" in value:  # pathlib would create a local folder named like the URL
+            rule = "only checkpoint.folder may be in an object store"
+            start = f"{value.partition('://')[0]}://..." if "@" in value else value  # it may hold credentials
+            yield f"{name} = {shown(start)}: {rule}; set it to a local or mounted folder."
+        is_of_run = name in ("checkpoint.folder", "checkpoint.local_folder")
+        if is_of_run and os.path.normpath(value).split("/")[0] in OWN_FOLDERS:
             yield f"{name} = {shown(value)}: the run writes other files there; choose another."
         if len(value.splitlines()) > 1:  # would end a line of a batch script
             yield f"{name} = {shown(value)}: must not contain a line break; choose another."
@@ -239,9 +347,9 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
 
 PATHS = (
     "job.dump_folder", "job.run_name", "model.hf_assets_path", "training.dataset_path", "data.cache_folder",
-    "parallelism.pipeline_parallel_schedule_csv", "checkpoint.folder", "checkpoint.initial_load_path",
-    "metrics.save_tb_folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
-    "comm.save_traces_folder",
+    "distillation.teacher_path", "distillation.store", "parallelism.pipeline_parallel_schedule_csv",
+    "checkpoint.folder", "checkpoint.local_folder", "checkpoint.initial_load_path", "metrics.save_tb_folder",
+    "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder", "comm.save_traces_folder",
 )  # fmt: skip
 MAX_PATH, MAX_NAME = 4095, 255
 
@@ -264,34 +372,44 @@ _ASSIGNMENT = re.compile(r"""([A-Za-z_]\w*)=["']?[^"'\s$`]""")  # not of what th
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
-def _find_slurm_errors(slurm: Slurm) -> Iterator[str]:
-    found = [
-        match
-        for pattern in SLURM_TIMES
-        if slurm.time and (match := re.fullmatch(pattern.replace("N", NUMBER), slurm.time))
-    ]
-    seconds = sum(int(number or 0) * SECONDS[unit] for match in found for unit, number in match.groupdict().items())
-    if slurm.time and slurm.time != "UNLIMITED" and not seconds:
+def seconds_of(time: str | None) -> int:
+    """Returns a time in Slurm's format in seconds; 0 without a limit, or in another format."""
+    found = [match for each in SLURM_TIMES if time and (match := re.fullmatch(each.replace("N", NUMBER), time))]
+    return sum(int(number or 0) * SECONDS[unit] for match in found for unit, number in match.groupdict().items())
+
+
+def _find_launch_errors(launch: Cluster, *, slurm: Slurm) -> Iterator[str]:
+    seconds = seconds_of(launch.time)
+    if launch.time and launch.time != "UNLIMITED" and not seconds:
         remedy = 'for example "90" (minutes), "12:00:00", "1-12:00:00" or "UNLIMITED"'
-        yield f"slurm.time = {shown(slurm.time)}: not in Slurm's format; {remedy}."
-    if 0 < seconds <= slurm.signal_seconds:
-        rule = f'must be less than slurm.time "{slurm.time}" = {seconds} s'
-        yield f"slurm.signal_seconds = {slurm.signal_seconds}: {rule}; decrease it, or increase slurm.time."
-    yield from _find_secrets(slurm)
-    for name in slurm.environment:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            yield f"slurm.environment: {shown(name)} is not a valid name of an environment variable; rename it."
+        yield f"launch.time = {shown(launch.time)}: not in Slurm's format; {remedy}."
+    if 0 < seconds <= launch.grace_seconds:
+        rule = f'must be less than launch.time "{launch.time}" = {seconds} s'
+        yield f"launch.grace_seconds = {launch.grace_seconds}: {rule}; decrease it, or increase launch.time."
+    yield from _find_secrets(launch, slurm=slurm)
+    for option, names in {"launch.environment": launch.environment, "launch.secrets": launch.secrets}.items():
+        for name in (name for name in names if not re.fullmatch(r"[A-Za-z_]\w*", name)):
+            yield f"{option}: {shown(name)} is not a valid name of an environment variable; rename it."
+    for name, secret in launch.secrets.items():
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*/[\w.-]+", secret):
+            rule = "must be the name of a secret and a key in it, as my-secret/token"
+            yield f"launch.secrets.{name}: {rule}, not the secret itself; create the secret in the cluster."
+    for path, name in launch.volumes.items():
+        if not (path.startswith("/") and re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name)):
+            rule = "must be an absolute path, and the name of a claim or volume in lower case"
+            yield f"launch.volumes: {shown(path)} = {shown(name)}: {rule}; change it."
 
 
-def _find_secrets(slurm: Slurm) -> Iterator[str]:
+def _find_secrets(launch: Cluster, *, slurm: Slurm) -> Iterator[str]:
     """The options of a run are written to config.toml, to every checkpoint and to the batch script."""
-    commands = {"setup": slurm.setup, "container": [slurm.container], "sbatch_options": slurm.sbatch_options}
-    names = {f"slurm.{key}": _ASSIGNMENT.findall("\n".join(lines)) for key, lines in commands.items()}
-    for option, found in {"slurm.environment": list(slurm.environment), **names}.items():
+    commands = {"launch.setup": launch.setup, "slurm.container": [slurm.container]}
+    commands["slurm.sbatch_options"] = slurm.sbatch_options
+    names = {option: _ASSIGNMENT.findall("\n".join(lines)) for option, lines in commands.items()}
+    for option, found in {"launch.environment": list(launch.environment), **names}.items():
         for name in found:
             if any(_SECRET_WORD.fullmatch(word) for word in re.split(r"[\W_]+", name.upper())):
                 rule = "looks like a secret, which would be readable in config.toml and in every checkpoint"
-                remedy = f"remove it and export {name} before submit.py, as sbatch passes the environment on"
+                remedy = f"remove it and export {name} before you submit to Slurm, or name it in launch.secrets"
                 yield f"{option}: {name} {rule}; {remedy}."
 
 

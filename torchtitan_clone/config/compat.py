@@ -1,6 +1,7 @@
 """Keys of torchtitan that are no options here: ignored if off or without effect, else an error; and former names."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -19,11 +20,15 @@ class TorchtitanKey:
     """Key that enables the feature which this key tunes; while it is off, every value is harmless."""
     is_error: bool = True
     """False: other values are ignored with the reason as a warning."""
+    only_with: tuple[str, object] | None = None
+    """Option and the value of it with which the harmless values are harmless; None: always."""
 
-    def is_harmless(self, value: object, *, switch: object) -> bool:
-        """Returns whether ignoring the value does not change the run; `switch` is the value of the key in `tunes`."""
-        if self.harmless is None or (self.tunes and _is_one_of(switch, (None, False, 1, []))):
+    def is_harmless(self, value: object, *, values: Mapping[str, object]) -> bool:
+        """Returns whether ignoring the value does not change the run; `values` are those of all keys of the files."""
+        if self.harmless is None or (self.tunes and _is_one_of(values.get(self.tunes), (None, False, 1, []))):
             return True
+        if self.only_with is not None and values.get(self.only_with[0]) != self.only_with[1]:
+            return False
         return _is_one_of(value, self.harmless)
 
 
@@ -61,8 +66,7 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     ),
     "experimental.custom_args_module": TorchtitanKey("add options to config/schema.py and remove the key", ("",)),
     "experimental.*": TorchtitanKey(
-        "write a module that imports it and calls torchtitan_clone.train.exit_process(sys.argv[1:]), start that with "
-        "TRAIN_FILE=my_module ./run_train.sh, and remove the key; see docs/extending.md",
+        'set job.imports = ["my_module"] instead, and remove the key; see docs/extending.md',
         ("",),
     ),
     "metrics.save_for_all_ranks": TorchtitanKey("rank 0 writes values reduced over all ranks; set it to false"),
@@ -74,7 +78,9 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     ),
     "memory_estimation.enable": TorchtitanKey("--comm.mode=fake_backend prints the estimate; set it to false"),
     "optimizer.early_step_in_backward": TorchtitanKey("gradients are clipped before the step; set it to false"),
-    "optimizer.algorithm": TorchtitanKey("optimizer.name names it; remove the key", ("muon",)),
+    "optimizer.algorithm": TorchtitanKey(
+        'set optimizer.name to "Muon", "AdamW" or "Adam" instead', ("muon",), only_with=("optimizer.name", "Muon")
+    ),
     "optimizer.mu": TorchtitanKey("set optimizer.args.momentum instead", (0.95,)),
     "optimizer.nesterov": TorchtitanKey("set optimizer.args.nesterov instead", (True,)),
     "optimizer.adjust_lr": TorchtitanKey(
@@ -122,6 +128,20 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
 }
 
 
+_MOVED = (
+    "nodes", "gpus_per_node", "processes_per_node", "cpus_per_node", "time", "max_starts_without_progress", "setup",
+    "environment",
+)  # fmt: skip
+RENAMED: dict[tuple[str, ...], tuple[str, ...]] = {("slurm", key): ("launch", key) for key in _MOVED}
+RENAMED["slurm", "signal_seconds"] = ("launch", "grace_seconds")
+"""Options that files and checkpoints of earlier versions name otherwise."""
+
+
+def renamed(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the present name of an option, or of an entry of it."""
+    return (*RENAMED.get(path[:2], path[:2]), *path[2:])
+
+
 FORMER_NAMES = {
     "activation_checkpoint.enable": "activation_checkpoint.mode",
     "checkpoint.create_seed_checkpoint_only": "checkpoint.create_seed_checkpoint",
@@ -167,6 +187,12 @@ def describe_differences(config: Config) -> str:
     if config.training.init_cutoff < math.inf:
         cutoff = config.training.init_cutoff
         found.append(f"initial values are clamped at {cutoff:g} standard deviations (training.init_cutoff = inf)")
+    if config.data.add_bos is None:
+        found.append(
+            "a bos_token precedes documents only if the tokenizer's files add it to texts (data.add_bos = true)"
+        )
+    if not config.training.parse_special_tokens:
+        found.append("special tokens in text are characters (training.parse_special_tokens = true)")
     return "; ".join(found)
 
 

@@ -5,6 +5,7 @@ import re
 import signal
 
 from torchtitan_clone.config.messages import ConfigError, shown
+from torchtitan_clone.config.started import as_started
 
 MAX_WORLD_SIZE = 2**17
 
@@ -18,9 +19,8 @@ def environment_integer(name: str, *, default: int, low: int = 0, high: int = MA
     text = os.environ.get(name, str(default))
     if re.fullmatch(r"[0-9]{1,18}", text) and low <= int(text) <= high:
         return int(text)
-    raise EnvironmentVariableError(
-        f"${name} = {shown(text)}: must be an integer from {low:,} to {high:,}; unset it, or start with run_train.sh"
-    )
+    remedy = f"unset it, or {as_started('start with run_train.sh')}"
+    raise EnvironmentVariableError(f"${name} = {shown(text)}: must be an integer from {low:,} to {high:,}; {remedy}")
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

@@ -16,7 +16,9 @@ _DESCRIPTIONS: dict[object, str] = {bool: "true or false", int: "an integer", fl
 REQUIREMENTS = {
     "datasets": "datasets>=4,<6",
     "lm_eval": "lm_eval>=0.4.9",
+    "obstore": "obstore>=0.8",
     "plotly": "plotly>=6,<8",
+    "sentencepiece": "sentencepiece>=0.2",
     "torchao": "torchao>=0.18",
     "torchft": "torchft==0.2.0",
     "wandb": "wandb>=0.31",
@@ -133,16 +135,6 @@ def nearest_multiples(number: int, target: int) -> list[int]:
     """Returns the positive multiples of `number` just below and just above `target`."""
     below = target // number * number
     return [count for count in (below, below + number) if count > 0]
-
-
-def describe_download(path: str, *, repository: Literal["model", "tokenizer", "dataset"]) -> str:
-    """Returns how to download a missing path that may name a repository of the Hugging Face hub; "" for other paths."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
-        return ""
-    options = {"dataset": " --repo-type dataset", "tokenizer": " tokenizer.json tokenizer_config.json", "model": ""}
-    command = f"hf download {path}{options[repository]} --local-dir {path.partition('/')[2]}"
-    stream = f', or stream it with training.dataset = "{path}"' if repository == "dataset" else ""
-    return f"; if it is a {repository} of the Hugging Face hub, download it (`{command}`) and name that folder{stream}"
 
 
 def either(numbers: list[int]) -> str:

@@ -4,11 +4,12 @@ Settings are kept key by key with their origin, a file and line or the command l
 to the dataclasses; every problem is reported with its origin.
 """
 
+import logging
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TypeGuard, cast, get_type_hints
 
@@ -16,21 +17,15 @@ try:
     import tomli  # tomllib of Python 3.11 ends the process on a key of 100,000 parts
 except ModuleNotFoundError:  # where nothing is installed yet, help is printed and no file is read
     import tomllib as tomli
-from typing import TYPE_CHECKING
-
-from torchtitan_clone.config.compat import torchtitan_key
-from torchtitan_clone.config.messages import MAX_SHOWN, ConfigError, Excerpt, did_you_mean, shown
-from torchtitan_clone.config.overlay import Key, hints_of, overlay_reporting
-from torchtitan_clone.config.schema import Config
-from torchtitan_clone.documents import DocumentError, escape, read_regular
-
-if TYPE_CHECKING:
-    pass
-import logging
 
 from torchtitan_clone.config.checks import find_path_errors
-from torchtitan_clone.config.compat import FORMER_NAMES, describe_differences
-from torchtitan_clone.config.messages import nearest_name
+from torchtitan_clone.config.compat import FORMER_NAMES, describe_differences, renamed, torchtitan_key
+from torchtitan_clone.config.messages import MAX_SHOWN, ConfigError, Excerpt, did_you_mean, nearest_name, shown
+from torchtitan_clone.config.overlay import Key, hints_of, overlay_reporting
+from torchtitan_clone.config.schema import Config
+from torchtitan_clone.config.schema_training import FROM_FOLDER
+from torchtitan_clone.config.started import find_config, shipped_configs
+from torchtitan_clone.documents import DocumentError, escape, read_regular
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -76,10 +71,11 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
             problems.append(f"{COMMAND_LINE}: {escape(name)[:MAX_SHOWN]}: at most {MAX_DEPTH} keys are accepted")
             continue
         if not word.startswith("--") or not name:
-            hint = f"; did you mean --job.config_file={word}?" if word.endswith(".toml") else ""
+            is_file = word.endswith(".toml") or word in shipped_configs()
+            hint = f"; did you mean --job.config_file={word}?" if is_file else ""
             problems.append(f'{COMMAND_LINE}: "{word}" is not an option; write --table.key=value{hint}')
             continue
-        path = SHORTHANDS.get(name) or _option(name)
+        path = SHORTHANDS.get(name) or renamed(_option(name))
         origin = COMMAND_LINE
         if switch := None if _is_option(path) else _switched_off(path):
             path, value = switch, False
@@ -201,9 +197,11 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
         problems.append(f"{origin}: job.extends is circular: {' -> '.join(map(str, [*chain, path]))}")
         return
     try:
-        own = _without_unusable(_read_file(path), problems=problems)
+        found = {renamed(key): setting for key, setting in _read_file(path).items()}
+        own = _without_unusable(found, problems=problems)
     except OSError as error:
-        problems.append(f"{origin}: cannot read {path}: {error.strerror}")
+        hint = did_you_mean(path.name, shipped_configs()) if not path.suffix else ""
+        problems.append(f"{origin}: cannot read {path}: {error.strerror}{hint}")
         return
     except DocumentError as error:
         problems.append(f"{origin}: cannot read {path.parent}/{error}")
@@ -212,8 +210,8 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
         problems.append(_malformed(path, error))
         return
     if (base := own.get(("job", "extends"))) and isinstance(base.value, str):
-        file = path.parent / base.value
-        read_chain(file, origin=base.origin, chain=[*chain, path], settings=settings, problems=problems)
+        file = find_config(base.value, folder=path.parent)
+        read_chain(Path(file), origin=base.origin, chain=[*chain, path], settings=settings, problems=problems)
     if misplaced := own.pop(("job", "config_file"), None):
         rule = "job.config_file is only valid on the command line"
         problems.append(f"{misplaced.origin}: {rule}; use job.extends in a file")
@@ -329,21 +327,29 @@ class Loaded:
     """One message per key of torchtitan that is not supported, or that nobody knows."""
 
 
-def load_config(argv: list[str]) -> Config:
-    """Returns the configuration of these arguments; ConfigError with one message per problem and its file and line."""
-    loaded = read_config(argv)
+def load_config(argv: list[str], *, options: Mapping[str, object] | None = None) -> Config:
+    """Returns the configuration of these arguments; ConfigError with one message per problem and its file and line.
+
+    `options` are tables, or values by dotted name, which take precedence.
+    """
+    loaded = read_config(argv, options=options)
     if loaded.problems:
         raise ConfigError(loaded.problems)
     return loaded.config
 
 
-def read_config(argv: list[str]) -> Loaded:
+def read_config(argv: list[str], *, options: Mapping[str, object] | None = None) -> Loaded:
     """Does the same, but returns what is wrong with the keys of a file for torchtitan: later checks add to it."""
     problems: list[str] = []
     command_line = parse_arguments(argv, problems=problems)
+    for name, value in (options or {}).items():
+        given = dict(_flatten(value, path=tuple(name.split(".")), origin_of=lambda _: "options"))
+        merge_into(command_line, _without_unusable(given, problems=problems))
     settings: Settings = {}
     if config_file := command_line.get(("job", "config_file")):
-        read_chain(Path(str(config_file.value)), origin=COMMAND_LINE, chain=[], settings=settings, problems=problems)
+        file = find_config(str(config_file.value))
+        command_line["job", "config_file"] = replace(config_file, value=file)
+        read_chain(Path(file), origin=COMMAND_LINE, chain=[], settings=settings, problems=problems)
     if extends := command_line.pop(("job", "extends"), None):
         problems.append(f"{extends.origin}: job.extends is only valid in a file; pass the file as --job.config_file")
     merge_into(settings, command_line)
@@ -354,6 +360,8 @@ def read_config(argv: list[str]) -> Loaded:
         problems.append(f"{setting.origin_of(max(key, path, key=len))}: {'.'.join(path)}{text}")
 
     config = overlay_reporting(Config(), _nested(settings), at=(), report=report)
+    if config.checkpoint.initial_load_in_hf and not {("model", "name"), ("model", "flavor")} & {*settings}:
+        config = replace(config, model=replace(config.model, name=FROM_FOLDER, flavor=FROM_FOLDER))
     problems += find_path_errors(config)
     if problems or (foreign.unknown and not foreign.unsupported):
         raise ConfigError([*foreign.unsupported, *foreign.unknown, *problems])
@@ -363,7 +371,7 @@ def read_config(argv: list[str]) -> Loaded:
 
 
 def load_run_config(argv: list[str], *, default: str = "") -> Config:
-    """Returns what run_train.sh trains with: the file $CONFIG_FILE, else `default`, unless the arguments name one."""
+    """Returns what is trained with: the file $CONFIG_FILE, else `default`, unless the arguments name one."""
     return load_config(with_file(argv, default=default))
 
 
@@ -399,7 +407,7 @@ def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
         text = f"{setting.origin}: {name} = {shown(setting.value)}"
         option = path[:2] if path[0] in TABLES else path[:1]
         if foreign := torchtitan_key(f"{name}." if setting.value == {} else name):
-            if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
+            if foreign.is_harmless(setting.value, values=values):
                 without_effect.append(name)
             elif not foreign.is_error:
                 has_ignored = True

@@ -9,11 +9,12 @@ from functools import cache
 from itertools import pairwise
 from typing import cast, get_args, get_type_hints
 
-from torchtitan_clone.config import schema, schema_training
+from torchtitan_clone.config import schema, schema_cluster, schema_training
 from torchtitan_clone.config.checks import ranges_of
 from torchtitan_clone.config.messages import ConfigError, describe, did_you_mean, shown, toml_key, toml_like
 from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config
+from torchtitan_clone.config.started import as_started
 
 _NOT_SAVED = ("config_file", "extends", "dry_run", "dry_run_all", "dry_run_device")
 """Options of [job] that locate the configuration of one launch and are not part of the run."""
@@ -83,7 +84,7 @@ def help_text(words: Sequence[str] = ()) -> str:
     if not lines:
         rule = f"no table or option has this name or text{did_you_mean(words[0], tables)}"
         raise ConfigError(f"--help {shown(' '.join(words))}: {rule}")
-    return "\n".join(lines)
+    return as_started("\n".join(lines))
 
 
 def _entries_of(table: type, *, prefix: str) -> Iterator[str]:
@@ -130,7 +131,7 @@ def option_docs() -> dict[str, dict[str, str]]:
 @cache
 def _docs_by_class() -> dict[str, dict[str, str]]:
     """Returns the docstring of every field by class and name, parsed from the schema's source."""
-    trees = [ast.parse(inspect.getsource(module)) for module in (schema, schema_training)]
+    trees = [ast.parse(inspect.getsource(module)) for module in (schema, schema_cluster, schema_training)]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     docs: dict[str, dict[str, str]] = {node.name: {} for node in classes}
     for node in classes:

@@ -6,6 +6,7 @@ Names follow torchtitan v0.2 wherever the meaning is the same. Rules that relate
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from torchtitan_clone.config.schema_cluster import Cluster, Slurm
 from torchtitan_clone.config.schema_training import (
     MAX_STEPS,
     AutoOrDegree,
@@ -13,7 +14,9 @@ from torchtitan_clone.config.schema_training import (
     Count,
     Data,
     Degree,
+    Distillation,
     Duration,
+    Fraction,
     LRScheduler,
     Milliseconds,
     Model,
@@ -36,6 +39,9 @@ class Job:
     """TOML file of the run, given on the command line as --job.config_file=FILE."""
     extends: str | None = None
     """Base TOML file, relative to this file; its values apply to every key that this file does not set."""
+    imports: list[str] = field(default_factory=list[str])
+    """Modules of your own that every rank imports first, for example ["my_optimizers"]: they add models, datasets,
+    optimizers and schedules (docs/extending.md). Found as by python -m: in the current folder and PYTHONPATH."""
     description: str = ""
     """One-line description of the run, logged at startup."""
     dump_folder: str = "./outputs"
@@ -104,7 +110,18 @@ class Checkpoint:
     enable: bool = True
     """Save at the interval, at the end and when the run is stopped; resume from the latest complete checkpoint."""
     folder: str = "checkpoint"
-    """Checkpoint folder, relative to the run's folder."""
+    """Checkpoint folder, relative to the run's folder, or the URL of an object store: "s3://BUCKET/PREFIX"."""
+    local_folder: str = "checkpoint"
+    """With a store: folder in which steps are committed before they are uploaded, relative to the run's folder."""
+    local_interval: Steps | None = None
+    """With a store: steps between two checkpoints in local_folder, a divisor of interval; unset: interval."""
+    local_keep_latest_k: Count = 2
+    """With a store: number of complete checkpoints to keep in local_folder; 0 keeps all."""
+    upload_mib_per_second: Annotated[float, Range(0.0, 1e6, above=True)] | None = None
+    """With a store: limit on what each rank uploads, in MiB/s; unset: none."""
+    store_timeout_seconds: Duration = 120.0
+    """Time for which a request to a store is repeated before it counts as failed, in seconds; at a start, other ranks
+    wait for it, so that it must be less than comm.init_timeout_seconds."""
     interval: Steps = 500
     """Steps between two checkpoints."""
     interval_minutes: Annotated[float, Range(0.0, 1e7, above=True)] | None = None
@@ -133,7 +150,7 @@ class Checkpoint:
     """Load the tensors whose name and shape match, converted to the run's data type, and list all differences; false: a
     difference is an error."""
     exclude_from_loading: list[str] = field(default_factory=list[str])
-    """State that is not loaded: "model", "optimizer", "rng", "data", or tensor names such as "model/output.weight"."""
+    """State that is not loaded: "model", "optimizer", "ema", "rng", "data", or tensors as "model/output.weight"."""
     create_seed_checkpoint: bool = False
     """Save the initial state as step 0 and exit."""
     initial_load_path: str | None = None
@@ -141,7 +158,11 @@ class Checkpoint:
     initial_load_model_only: bool = True
     """Load only the weights of initial_load_path; false: also optimizer state, counters and data position."""
     initial_load_in_hf: bool = False
-    """Initialize a new run from the .safetensors files in initial_load_path, or if unset in model.hf_assets_path."""
+    """Initialize a new run from the .safetensors files in initial_load_path, or if unset in model.hf_assets_path. If
+    neither model.name nor flavor is set, config.json in the folder decides family, sizes and tokenizer."""
+    resize_vocabulary: bool = False
+    """With initial_load_in_hf: the folder may have another vocabulary than model.args.vocab_size. Further rows of its
+    embedding and output are left out, missing ones drawn with the mean and covariance of the others."""
     last_save_in_hf: bool = False
     """Export the final weights in Hugging Face format to hf/step-N in the run's folder."""
     hf_export_interval: StepsOrZero = 0
@@ -152,6 +173,25 @@ class Checkpoint:
     """Also write the final weights without training state to the folder model_only."""
     allow_data_change: bool = False
     """Resume even if the dataset, the tokenizer or seq_len changed since the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMA:
+    """Exponential moving average of the weights, kept beside them in fp32."""
+
+    enable: bool = False
+    """Keep the average, also in checkpoints; a run that was begun without it starts it at the weights."""
+    decay: Fraction = 0.999
+    """Share of the average that an update of the weights leaves."""
+    half_life: Annotated[float, Range(1e-6, 1e6)] | None = None
+    """Updates after which the share of earlier weights is halved, as a fraction of all updates so far: the average
+    covers ever more of them. Takes precedence over decay; unset: decay."""
+    freq: Steps = 1
+    """Updates of the weights between two of the average, which then keeps the share of all of them together."""
+    validate: bool = False
+    """Validate, evaluate and sample with the average in place of the weights."""
+    export: bool = False
+    """Export the average in place of the weights in Hugging Face format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +271,9 @@ class Metrics:
 
     log_freq: Steps = 10
     """Steps between two log lines and rows of metrics.jsonl."""
+    statistics_freq: StepsOrZero = 0
+    """Steps between two rows that also have gradient norm and RMS of activations of each block, the ratio of update to
+    weights of each group of the optimizer, and the share of clipped steps; a multiple of log_freq. 0 disables."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     save_tb_folder: str = "tb"
@@ -279,6 +322,9 @@ class Comm:
     """Folder of hang reports (stacks of all threads, last collectives), relative to the run's folder."""
     straggler_freq: StepsOrZero = 100
     """Steps between two measurements of slow ranks and links, each without communication overlap; 0 disables."""
+    replica_check_freq: StepsOrZero = 0
+    """Steps between two comparisons, bit by bit, of what ranks must hold alike, such as the weights of replicas; also
+    before each save and export. A difference ends the run with the name of the rank. 0 disables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,38 +415,6 @@ class FaultTolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slurm:
-    """Resources that scripts/slurm/submit.py requests from Slurm; training ignores them."""
-
-    nodes: Annotated[int, Range(1, 10**5)] = 1
-    """Number of nodes (of each replica group)."""
-    gpus_per_node: Annotated[int, Range(0, 1024)] = 8
-    """GPUs per node; 0 trains on CPUs."""
-    processes_per_node: Annotated[int, Range(1, 1024)] | None = None
-    """Ranks per node; unset: gpus_per_node, or 1 on CPUs."""
-    cpus_per_node: Annotated[int, Range(1, 10**5)] | None = None
-    """CPU cores per node; unset: exclusive nodes."""
-    time: str | None = None
-    """Time limit in Slurm's format, for example "1-12:00:00"; unset: the limit of the partition."""
-    partition: str | None = None
-    """Slurm partition; unset: the default partition."""
-    account: str | None = None
-    """Slurm account; unset: the user's default account."""
-    signal_seconds: Seconds = 120
-    """Time before the limit at which the run is signaled to save, in seconds."""
-    max_starts_without_progress: Degree = 3
-    """Number of consecutive starts without a new checkpoint after which the job is no longer requeued."""
-    sbatch_options: list[str] = field(default_factory=list[str])
-    """Additional sbatch options, for example ["--constraint=h100", "--qos=long"]."""
-    setup: list[str] = field(default_factory=list[str])
-    """Shell commands that the batch script runs first, for example ["module load cuda"]."""
-    container: str = ""
-    """Command prefix that starts the container on each node, for example "apptainer exec --nv image.sif"."""
-    environment: dict[str, object] = field(default_factory=dict[str, object])
-    """Environment variables of the job, as strings; PYTHON is the interpreter inside the container."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Debug:
     """Reproducibility and debugging."""
 
@@ -426,10 +440,12 @@ class Config:
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
     data: Data = field(default_factory=Data)
+    distillation: Distillation = field(default_factory=Distillation)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    ema: EMA = field(default_factory=EMA)
     preemption: Preemption = field(default_factory=Preemption)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
@@ -440,5 +456,6 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     evaluation: Evaluation = field(default_factory=Evaluation)
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    launch: Cluster = field(default_factory=Cluster)
     slurm: Slurm = field(default_factory=Slurm)
     debug: Debug = field(default_factory=Debug)

@@ -56,12 +56,18 @@ WEIGHTS = Range(0.0, 1e12)
 Weight = Annotated[float, WEIGHTS]
 
 
+FROM_FOLDER = "from_folder"
+"""Value of both model.name and model.flavor where neither is set and a run starts from a Hugging Face folder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """Model family, size and tokenizer."""
 
     name: str = "llama3"
-    """Model family: llama3, qwen3, qwen3_moe, deepseek_v3, gpt_oss, llama4, olmo2 or olmo3."""
+    """Model family: llama3, qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen3_next, deepseek_v3, gpt_oss, llama4, olmo2,
+    olmo3, olmo_hybrid, qwen2, mistral, ministral3, mistral4, smollm3, granite, kimi_k2, kimi_linear, glm4_moe,
+    minimax_m2, gemma3 or apertus."""
     flavor: str = "debugmodel"
     """Predefined size within the family, for example "debugmodel", "1B" or "8B"."""
     args: dict[str, object] = field(default_factory=dict[str, object])
@@ -100,6 +106,20 @@ class Training:
     """Local text, .jsonl or .parquet file, also compressed, or a folder of them; takes precedence over dataset."""
     text_key: str = "text"
     """Field of a .jsonl record, or column of a .parquet file or Hugging Face dataset, that holds the text."""
+    parse_special_tokens: bool = False
+    """Encode special tokens that a text spells out, such as "<|im_start|>", as their ids; otherwise as characters."""
+    format: Literal["text", "chat"] = "text"
+    """What each row of local files is. chat: "messages", or "prompt" and "completion", which the tokenizer's chat
+    template renders."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """Targets in chats: the assistant's turns with their end-of-turn tokens, its last turn, or all tokens."""
+    supervise_thinking: bool = True
+    """Whether what the assistant thinks in these turns is a target; false: its answers and calls of tools are."""
+    supervise_tool_calls: bool = True
+    """Whether the assistant's calls of tools in these turns are targets. Results of tools are only with "all"."""
+    long_chats: Literal["drop", "cut"] = "drop"
+    """What packing by best fit does with chats longer than a row: leave them out, or cut them after a turn that is a
+    target."""
     seq_len: Size = 2048
     """Sequence length, in tokens."""
     local_batch_size: Size = 8
@@ -115,22 +135,28 @@ class Training:
     loss_chunk_tokens: AutoOrSize = -1
     """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster. -1:
     the power of two with logits of at most 256 MiB, at least 1,024, or on a CPU of at most 128 MiB, 512 to 1,024."""
+    z_loss: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """Coefficient of the squared logarithm of the softmax's denominator (mean over targets), which is added to the loss
+    of the next token and logged as auxiliary/output_z; it keeps logits small, for example 1e-5. 0: none."""
     max_skipped_steps: StepsOrZero = 10
     """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
-    on_spike: Literal["none", "skip"] = "none"
+    on_spike: Literal["none", "skip", "rewind"] = "none"
     """What to do in a step whose loss or gradient norm is far above those of the last steps: nothing, or leave weights
-    and optimizer state as they are."""
+    and optimizer state as they are. rewind: also go back to a checkpoint after spike_patience spikes in a row, and pass
+    over the batches since."""
     spike_window: Annotated[int, Range(4, 10**5)] = 128
     """Number of last steps that a step is compared with; none is a spike before half as many."""
     spike_sigma: Annotated[float, Range(1.0, 1e6)] = 6.0
     """Standard deviations above the mean of these steps, past which a step is a spike."""
     spike_patience: Steps = 10
-    """Number of spikes in a row after which their level counts as normal."""
+    """Number of spikes in a row after which their level counts as normal or, with "rewind", the run goes back."""
+    max_rewinds: Annotated[int, Range(1, 1000)] = 3
+    """Maximum number of times that a run goes back to a checkpoint because of spikes; once more is an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the master weights and optimizer state."""
     mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and activations in forward and backward; auto: bfloat16, or float32 on processors without
-    bfloat16 units."""
+    bfloat16 units. Decays of linear attention keep that of `dtype`."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type of the gradient reduction across ranks."""
     init_cutoff: Annotated[float, Range(1e-3, math.inf)] = 3.0
@@ -158,6 +184,18 @@ class DataSource:
     """Name of a dataset, as training.dataset."""
     text_key: str = "text"
     """Field or column that holds the text, as training.text_key."""
+    parse_special_tokens: bool = False
+    """Encode special tokens that a text spells out as their ids, as training.parse_special_tokens."""
+    format: Literal["text", "chat"] = "text"
+    """What each row is, as training.format."""
+    supervise: Literal["assistant", "last", "all"] = "assistant"
+    """Targets in chats, as training.supervise."""
+    supervise_thinking: bool = True
+    """Whether thoughts are targets, as training.supervise_thinking."""
+    supervise_tool_calls: bool = True
+    """Whether calls of tools are targets, as training.supervise_tool_calls."""
+    long_chats: Literal["drop", "cut"] = "drop"
+    """What becomes of chats longer than a row, as training.long_chats."""
     weight: Weight = 1.0
     """Share of the tokens, relative to the sum over all sources; 0: none, except where a stage gives another."""
     max_epochs: Annotated[float, Range(1e-6, 1e6)] | None = None
@@ -218,6 +256,27 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """Training on what a teacher predicts for each target besides the target itself."""
+
+    teacher_path: str | None = None
+    """Folder of the teacher, with the vocabulary of the model: of a run, of a step, or in the Hugging Face format. Its
+    predictions are computed in each step; unset: there is none, or they are read from the store."""
+    store: str | None = None
+    """Folder that scripts/store_predictions.py wrote for this data, instead of teacher_path."""
+    alpha: UnitInterval = 0.5
+    """Share of the divergence from the teacher in the objective (1 - alpha) CE + alpha T^2 KL(teacher || student); the
+    rest is that of the cross-entropy."""
+    temperature: Annotated[float, Range(0.01, 100.0)] = 1.0
+    """Number T that the logits of both are divided by in the divergence."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_path is not None or self.store is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerGroup:
     """One entry of optimizer.groups: options of the parameters whose names match a pattern."""
 
@@ -228,6 +287,8 @@ class OptimizerGroup:
     """Optimizer of these parameters, a key of optim.OPTIMIZERS; unset: optimizer.name."""
     lr: LearningRate | None = None
     """Peak learning rate; unset: optimizer.lr."""
+    lr_points: list[list[float]] = field(default_factory=list[list[float]])
+    """Further factor of this learning rate, as pairs [step, factor] like those of lr_scheduler.points; []: 1."""
     weight_decay: Decay | None = None
     """Weight decay of all matched parameters, vectors included; unset: as set in [optimizer]."""
     beta1: Fraction | None = None
@@ -263,6 +324,11 @@ class Optimizer:
     """Implementation of the PyTorch optimizer. On a GPU a kernel of this package replaces "fused" for large weights."""
     args: dict[str, object] = field(default_factory=dict[str, object])
     """Options that only this optimizer has, for example momentum and adjust_lr of Muon (optim.muon.MuonArgs)."""
+    qk_clip: AboveZero | None = None
+    """Attention logit above which a step scales the weights of queries and keys of that head down, for example 100;
+    inf only logs the largest logit. Unset: neither."""
+    qk_clip_alpha: UnitInterval = 0.5
+    """Share of the scaling that queries get, as the exponent of its factor; keys get the rest."""
     groups: list[OptimizerGroup] = field(default_factory=list[OptimizerGroup])
     """Options by parameter name, for example [{pattern = "*embeddings.weight", lr = 3e-3}]. The first matching entry
     applies; a pattern without a match is an error; all other parameters use the options of this table."""
@@ -280,9 +346,15 @@ class LRScheduler:
     decay_ratio: Annotated[float, Range(0.0, 1.0, above=True)] | None = None
     """Fraction of all steps spent in decay at the end, limited to the steps after the warmup; unset: all of those."""
     decay_type: str = "linear"
-    """Decay curve: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
+    """Decay curve: a key of optim.SCHEDULES (linear, cosine, sqrt, inverse_sqrt). The last one needs no end: it is
+    sqrt(s / (step - 1)), where the decay begins after step s, and at least min_lr_factor."""
     min_lr_factor: UnitInterval = 0.0
     """Final learning rate, as a fraction of the peak."""
     points: list[list[float]] = field(default_factory=list[list[float]])
-    """Schedule of its own, instead of all other options of this table: pairs [step, factor of the peak], with linear
-    interpolation between them, for example [[0, 0.0], [200, 1.0], [9000, 1.0], [10000, 0.1]]."""
+    """Schedule of its own, instead of the options above: pairs [step, factor of the peak], with linear interpolation
+    between them, for example [[0, 0.0], [200, 1.0], [9000, 1.0], [10000, 0.1]]."""
+    weight_decay_points: list[list[float]] = field(default_factory=list[list[float]])
+    """Schedule of the weight decay of every group, as pairs [step, factor] like those of points; []: constant."""
+    momentum_points: list[list[float]] = field(default_factory=list[list[float]])
+    """Schedule of the momentum of Muon and of beta1 of AdamW and Adam, as pairs [step, factor from 0 to 1]; []:
+    constant."""

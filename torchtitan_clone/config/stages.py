@@ -5,7 +5,7 @@ over, so that passing over a batch does not change what the others hold.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torchtitan_clone.config.messages import did_you_mean, shown
@@ -14,6 +14,10 @@ from torchtitan_clone.documents import is_plain_name
 
 WHOLE_RUN = "data"
 """Name of the only source of a run without data.sources."""
+OF_CHATS = {"supervise": "assistant", "supervise_thinking": True, "supervise_tool_calls": True, "long_chats": "drop"}
+"""Options that only sources of chats have, with their defaults."""
+SOURCE_OPTIONS = ("text_key", "parse_special_tokens", "format", *OF_CHATS)
+"""Options that each entry of data.sources has, and [training] for a run without entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,16 @@ class Timeline:
                 batch = last + 1
         return batch
 
+    def passing_over(self, ranges: Iterable[tuple[int, int]]) -> "Timeline":
+        """Returns the timeline that also passes over these ranges of batches, which may overlap."""
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted([*self.skipped, *ranges]):
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = merged[-1][0], max(last, merged[-1][1])
+            else:
+                merged.append((first, last))
+        return replace(self, skipped=tuple(merged))
+
     def batch_of_step(self, step: int) -> int:
         """Returns the batch of a training step, in a run whose skipped batches were all known in time."""
         batch = step
@@ -99,9 +113,19 @@ class Timeline:
         return batch
 
 
+def has_timeline(data: Data, *, training: Training) -> bool:
+    """Returns whether the options ask for numbered global batches."""
+    return bool(data.sources or data.stages or data.skip_steps) or training.on_spike == "rewind"
+
+
+def reads_chats(data: Data, *, training: Training) -> bool:
+    """Returns whether a source of the run holds chats."""
+    return any(each.format == "chat" for each in (data.sources or [training]))
+
+
 def resolved_timeline(data: Data, *, training: Training, global_batch_size: int) -> Timeline | None:
-    """Returns the stages of a run, None where no table asks for any; find_data_errors() refuses invalid ones."""
-    if not (data.sources or data.stages or data.skip_steps):
+    """Returns the stages of a run, None where no option asks for any; find_data_errors() refuses invalid ones."""
+    if not has_timeline(data, training=training):
         return None
     weights = {source.name: source.weight for source in data.sources} or {WHOLE_RUN: 1.0}
     first = DataStage(
@@ -124,9 +148,15 @@ def find_data_errors(data: Data, *, training: Training) -> Iterator[str]:
     """Yields one message for each entry of data.sources, data.stages and data.skip_steps that cannot be followed."""
     if data.sources and training.dataset_path is not None:
         yield "training.dataset_path: data.sources names the data; remove one of the two."
+    if not data.sources:
+        yield from _find_chat_errors(training, at="training.", data=data)
+    for name in SOURCE_OPTIONS if data.sources else ():
+        if getattr(training, name) != getattr(Training(), name):
+            yield f"training.{name}: has no effect with data.sources; set {name} in each of its entries instead."
     names = [source.name for source in data.sources]
     for place, source in enumerate(data.sources):
         yield from _find_source_errors(source, is_repeated=source.name in names[:place])
+        yield from _find_chat_errors(source, at=f"data.sources, name {shown(source.name)}: ", data=data)
     begins_with_weights = any(stage.first_step == 1 and stage.weights for stage in data.stages[:1])
     if data.sources and not any(source.weight for source in data.sources) and not begins_with_weights:
         yield "data.sources: the weight of every source is 0; set at least one above 0."
@@ -149,6 +179,18 @@ def _find_source_errors(source: DataSource, *, is_repeated: bool) -> Iterator[st
         yield f"{point}: an earlier source has this name; choose another."
     if (source.path is None) == (source.dataset is None):
         yield f"{point}: set either path, to local files, or dataset, to the name of a dataset."
+
+
+def _find_chat_errors(options: Training | DataSource, *, at: str, data: Data) -> Iterator[str]:
+    is_chat = options.format == "chat"
+    of_text: dict[str, object] = {"text_key": "text", "parse_special_tokens": False}
+    for name, default in (of_text if is_chat else OF_CHATS).items():
+        if getattr(options, name) != default:
+            rule = f'has no effect with format = "{options.format}"'
+            yield f"{at}{name} = {shown(getattr(options, name))}: {rule}; remove it, or set format."
+    if is_chat and options.long_chats == "cut" and data.packing != "best_fit":
+        rule = 'data.packing = "concatenate" puts long chats into several rows'
+        yield f'{at}long_chats = "cut": {rule}; remove it, or set data.packing to "best_fit".'
 
 
 def _find_stage_errors(stages: list[Stage], *, names: list[str], training: Training) -> Iterator[str]:

@@ -32,7 +32,7 @@ _VECTORS = {"AVX512": (16, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma"), 
 """Floats of a vector and flags of compilers by what torch calls the capability of a processor."""
 FLOATS_OF_VECTOR, VECTOR_FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
 _KERNELS = ("attention.cpp", "product.cpp")
-_TILES = ("tile_attention.cpp", "tile_product.cpp")
+_TILES = ("tile_attention.cpp",)
 TILE_FLAGS = ["-mamx-tile", "-mamx-bf16", *(["-mavx512bf16"] if HAS_AVX512_BF16 else [])]
 _TIMEOUT_SECONDS = 300
 _left_out: set[str] = set()
@@ -161,7 +161,7 @@ def is_loaded() -> bool:
 
 @torch.compiler.assume_constant_result
 def has_tiles() -> bool:
-    """Whether this process multiplies by the tiles of AMX: the processor, the compiler and Linux allow it."""
+    """Whether this process attends by the tiles of AMX: the processor, the compiler and Linux allow it."""
     return HAS_AMX and "tiles" not in _left_out and _library(_TILES).result() is not None
 
 
@@ -185,7 +185,7 @@ def loaded_library() -> ctypes.CDLL:
 
 
 def tile_library() -> ctypes.CDLL:
-    """Returns the library of attention and products in tiles; without AMX loops compute the same, slowly."""
+    """Returns the library of attention in tiles; without AMX loops compute the same, slowly."""
     library = _library(_TILES).result()
     assert library is not None
     return library

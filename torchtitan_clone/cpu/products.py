@@ -1,4 +1,4 @@
-"""Products by C++ where it is faster than torch: in fp32 on AMD, in bfloat16 by the tiles of AMX.
+"""Products in fp32 by C++ where it is faster than torch: on processors of AMD.
 
 Legend: N rows, I input and O output features.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from torchtitan_clone.cpu.library import has_tiles, is_loaded, loaded_library, tile_library
+from torchtitan_clone.cpu.library import is_loaded, loaded_library
 from torchtitan_clone.torch_compat import OUT_TAGS
 
 
@@ -22,37 +22,24 @@ def _is_amd() -> bool:
 
 IS_AMD = _is_amd()
 HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Whether C++ multiplies faster than torch on this processor, in fp32."""
+"""Whether C++ multiplies faster than torch on this processor."""
 MIN_WEIGHTS_FOR_GRAD = 2**18
 """Torch computes the gradients of smaller weights, which is faster when the result is small and the sums long."""
-MIN_WEIGHTS_FOR_TILES = 2**17
-"""Torch multiplies smaller weights in bfloat16, for which packing takes as long as multiplying."""
-_KINDS = {
-    (torch.float32, torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.bfloat16, torch.float32),
-}  # fmt: skip
-"""The dtypes of two factors and of their product."""
-
-
-def _are_plain(*tensors: Tensor, dtype: torch.dtype) -> bool:
-    """Whether these are plain tensors of a CPU in `dtype`, outside autocast."""
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == dtype for x in tensors)
-    return plain and tensors[0].device.type == "cpu"
+MIN_PRODUCTS = 2**25
+"""Torch multiplies matrices with fewer products of numbers, which takes less time than the call of an own operator."""
 
 
 def has_faster_product(x: Tensor, weight: Tensor) -> bool:
     """Whether C++ multiplies these matrices faster than torch."""
-    is_small = weight.dtype == torch.bfloat16 and weight.numel() < MIN_WEIGHTS_FOR_TILES
-    return not is_small and _takes_cpp(x, weight)
+    return x.numel() * weight.shape[0] >= MIN_PRODUCTS and _takes_cpp(x, weight)
 
 
 def _takes_cpp(*matrices: Tensor) -> bool:
-    """Whether C++ multiplies large matrices in their dtype faster than torch."""
-    if _are_plain(*matrices, dtype=torch.bfloat16):
-        return has_tiles()
-    return HAS_FASTER_CPP and _are_plain(*matrices, dtype=torch.float32) and is_loaded()
+    """Whether C++ multiplies large matrices of their kind faster than torch."""
+    if torch.is_autocast_enabled("cpu") or matrices[0].device.type != "cpu":
+        return False
+    is_plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in matrices)
+    return HAS_FASTER_CPP and is_plain and is_loaded()
 
 
 # The tag allows any strides. Without it, inductor would compute an input of several products once for each of them.
@@ -60,8 +47,8 @@ def _takes_cpp(*matrices: Tensor) -> bool:
 def faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """Returns x W^T [..., O], computed by C++, for x [..., I] and W [O, I], which may be transposed views.
 
-    A custom operator, so that dispatch modes and torch.compile see it. Sums are in fp32. Raises ValueError for sizes
-    that differ, and for tensors that are not both in fp32 or both in bfloat16, on a CPU.
+    A custom operator, so that dispatch modes and torch.compile see it. ValueError for sizes that differ, and for
+    tensors that are not in fp32 on a CPU.
     """
     return _write_product(_empty_product(x, weight_OI), x, weight_OI)
 
@@ -83,19 +70,18 @@ def _faster_linear_out(x: Tensor, weight_OI: Tensor, *, out: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan_clone::add_product_", mutates_args=("total",))
 def add_product_(total: Tensor, x: Tensor, weight_OI: Tensor) -> None:
-    """Adds x W^T to a contiguous total [..., O] in fp32 in place, with the arguments of faster_linear()."""
+    """Adds x W^T to a contiguous total [..., O] in place, with the arguments of faster_linear()."""
     _write_product(total, x, weight_OI, adds=True)
 
 
 def _write_product(out: Tensor, x: Tensor, weight_OI: Tensor, *, adds: bool = False) -> Tensor:
     """Writes x W^T to `out`, or adds it, and returns `out`."""
     tensors = (x, weight_OI, out)
-    is_taken = all(t.device.type == "cpu" for t in tensors) and tuple(t.dtype for t in tensors) in _KINDS
-    is_taken = is_taken and out.is_contiguous() and (out.dtype == torch.float32 or not adds)
+    is_taken = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and out.is_contiguous()
     is_taken = is_taken and weight_OI.dim() == 2 and x.shape[-1:] == weight_OI.shape[1:]
     if not is_taken or out.shape != (*x.shape[:-1], weight_OI.shape[0]):
         found = [(t.device.type, t.dtype, tuple(t.shape), t.stride()) for t in tensors]
-        rule = "use fp32 or bfloat16 tensors of a CPU, [..., I] and [O, I], and a contiguous result [..., O]"
+        rule = "use fp32 tensors of a CPU, [..., I] and [O, I], and a contiguous result [..., O]"
         raise ValueError(f"x W^T by C++ does not take {found}: {rule}")
     if out.numel() == 0 or x.shape[-1] == 0:
         return out if adds else out.zero_()
@@ -103,18 +89,14 @@ def _write_product(out: Tensor, x: Tensor, weight_OI: Tensor, *, adds: bool = Fa
     strides = (*x_NI.stride(), *weight_OI.T.stride())
     sizes = (ctypes.c_int64 * 7)(len(x_NI), len(weight_OI), x_NI.shape[1], *strides)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x_NI, weight_OI, out)]
-    if out.dtype == torch.bfloat16:
-        tile_library().multiply_to_bfloat16(*pointers, sizes)
-    elif x.dtype == torch.bfloat16:
-        tile_library().multiply_to_float(*pointers, sizes, ctypes.c_bool(adds))
-    else:
-        loaded_library().multiply_matrices(*pointers, sizes, ctypes.c_bool(adds))
+    loaded_library().multiply_matrices(*pointers, sizes, ctypes.c_bool(adds))
     return out
 
 
 def _is_large(grad: Tensor, x: Tensor) -> bool:
-    """Whether the weight with this gradient of its result and this input is large enough for C++."""
-    return grad.shape[-1] * x.shape[-1] >= MIN_WEIGHTS_FOR_GRAD
+    """Whether the gradient of a weight takes enough products for C++, from that of its result and its input."""
+    is_large = grad.shape[-1] * x.shape[-1] >= MIN_WEIGHTS_FOR_GRAD
+    return is_large and grad.numel() * x.shape[-1] >= MIN_PRODUCTS
 
 
 def has_faster_grad(grad: Tensor, x: Tensor) -> bool:

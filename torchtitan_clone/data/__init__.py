@@ -5,6 +5,7 @@ Terms:
     document        One text of a source.
     token store     A tokenized source on disk: per *split*, "train" and "validation", one array of token ids in which
                     an end-of-text token follows every document.
+    chat            A document of several turns, of which some tokens are *targets*; *marks* of its tokens say which.
     row             A window of seq_len + 1 tokens of such an array: the inputs, and the targets shifted by one.
     sample          One use of a row in training. Sample i is the (i mod n)-th row of a shuffled *epoch* of all n rows.
     global batch    The rows that one optimizer step consumes over all ranks: samples s * G to (s + 1) * G for step s

@@ -14,6 +14,7 @@ Source: H. Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -22,12 +23,15 @@ from typing import get_args
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data.marks import END, ID_BITS, TARGET
 from torchtitan_clone.data.token_store import Split, Tokens, TokenStore, build_once, corrupt_store_error, map_numbers
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.files import write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
+CUT_PACKING = "best_fit_cut"
+"""Packing of a store of chats that are cut where they are too long."""
 CHUNK_FILES = ("rows", "starts", "lengths")
 _CHECKED_AT_ONCE = 1 << 20
 
@@ -49,12 +53,25 @@ class PackedRows:
     def read(self, indices: np.ndarray) -> np.ndarray:
         out = np.full((len(indices), self.seq_len + 1), self.eos_id, dtype=self.tokens.dtype)
         for row, index in zip(out, indices.tolist(), strict=True):
-            chunks = slice(self.rows[index], self.rows[index + 1])
-            position = 0
-            for start, length in zip(self.starts[chunks].tolist(), self.lengths[chunks].tolist(), strict=True):
-                row[position : position + length] = self.tokens[start : start + length]
-                position += length
+            for place, start, length in self._chunks(index):
+                row[place : place + length] = self.tokens[start : start + length]
+                if row[place + length - 1] >> ID_BITS:
+                    row[place + length - 1] |= END << ID_BITS  # that of a chat which is cut
         return out
+
+    def positions(self, indices: np.ndarray) -> np.ndarray:
+        out = np.full((len(indices), self.seq_len + 1), -1)
+        for row, index in zip(out, indices.tolist(), strict=True):
+            for place, start, length in self._chunks(index):
+                row[place : place + length] = np.arange(start, start + length)
+        return out[:, :-1]
+
+    def _chunks(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yields for each chunk of a row its place there, and where in the tokens it starts, and its length."""
+        chunks, place = slice(self.rows[index], self.rows[index + 1]), 0
+        for start, length in zip(self.starts[chunks].tolist(), self.lengths[chunks].tolist(), strict=True):
+            yield place, start, length
+            place += length
 
 
 def open_packed(store: TokenStore, split: Split, *, seq_len: int) -> PackedRows:
@@ -62,7 +79,7 @@ def open_packed(store: TokenStore, split: Split, *, seq_len: int) -> PackedRows:
 
     ConfigError if they are damaged, or cannot be written.
     """
-    folder = store.folder / f"best_fit-{seq_len}"
+    folder = store.folder / f"{store.packing}-{seq_len}"
     try:
         build_once(folder, name=store.meta.source, build=partial(_write_rows, store=store, seq_len=seq_len))
         return _open_rows(store, split, seq_len=seq_len, folder=folder)
@@ -102,7 +119,11 @@ def _check_rows(folder: Path, split: Split, *, seq_len: int, num_tokens: int, ch
 def _write_rows(folder: Path, *, store: TokenStore, seq_len: int) -> None:
     for split in get_args(Split):
         offsets = store.offsets(split)
-        starts, lengths = divide(offsets, seq_len=seq_len)
+        if store.meta.marks:
+            cuts = store.packing == CUT_PACKING
+            starts, lengths = fit_chats(offsets, tokens=store.tokens(split), capacity=seq_len + 1, cuts=cuts)
+        else:
+            starts, lengths = divide(offsets, seq_len=seq_len)
         row_of_chunk = best_fit(lengths, capacity=seq_len + 1)
         order = np.argsort(row_of_chunk, kind="stable")
         rows = np.concatenate([[0], np.cumsum(np.bincount(row_of_chunk))]).astype(np.int64)
@@ -115,11 +136,32 @@ def _write_rows(folder: Path, *, store: TokenStore, seq_len: int) -> None:
 def _report(store: TokenStore, *, documents: np.ndarray, lengths: np.ndarray, num_rows: int, seq_len: int) -> None:
     room = num_rows * (seq_len + 1)
     cut = np.count_nonzero(documents > seq_len + 1)
+    if store.meta.marks:
+        left_out = len(documents) - len(lengths)
+        if cut:
+            text = "%s: %s of %s chats are longer than %s tokens: %s are left out, and %s cut after a turn"
+            counts = (cut, len(documents), seq_len + 1, left_out, cut - left_out)
+            logger.warning(text, store.meta.source, *(f"{each:,}" for each in counts))
+        cut -= left_out
     logger.info(
         "packed %s into %s rows of %s tokens: %.2f %% of the documents are cut, %.3f %% of the rows are padding",
         *(store.meta.source, f"{num_rows:,}", f"{seq_len + 1:,}"),
         *(100 * cut / max(1, len(documents)), 100 * (1 - lengths.sum() / max(1, room))),
     )
+
+
+def fit_chats(offsets: np.ndarray, *, tokens: Tokens, capacity: int, cuts: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns start and length of the chats that fit into a row; longer ones are cut after a turn that is a target.
+
+    Left out are those in which no such turn ends in time, and without `cuts` all that are longer.
+    """
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    for index in np.flatnonzero(lengths > capacity).tolist() if cuts else ():
+        is_target = tokens[starts[index] : starts[index] + capacity + 1] >> ID_BITS & TARGET > 0
+        ends = 1 + np.flatnonzero(is_target[:-1] & ~is_target[1:])
+        lengths[index] = capacity if is_target.all() else ends.max(initial=0)
+    fits = (lengths > 0) & (lengths <= capacity)
+    return starts[fits], lengths[fits]
 
 
 def divide(offsets: np.ndarray, *, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data.marks import ids_of
 from torchtitan_clone.data.token_store import Split, Tokens, TokenStore, corrupt_store_error
 
 PERMUTATION_ROUNDS = 8
@@ -31,7 +32,8 @@ Bookmark = tuple[int, int, str | None]
 StreamPosition = tuple[list[tuple[int, Cursor]], Bookmark]
 """Cursors of some streams, by index of the row, and a bookmark at or before all of them; also with lists for tuples."""
 RowChunk = tuple[np.ndarray, list[StreamPosition]]
-"""Rows [B, T + 1] and the position after them in each hub dataset; other positions follow from the number of samples.
+"""Rows [B, T + 1] with the marks of chats, and the position after them in each hub dataset; other positions follow from
+the number of samples.
 
 Stream r of the j-th hub dataset of a mixture has the index j * G + r, for G rows of the global batch.
 """
@@ -160,6 +162,10 @@ class StoredRows(Protocol):
         """Returns rows [B, T + 1] by their indices."""
         ...
 
+    def positions(self, indices: np.ndarray) -> np.ndarray:
+        """Returns where in the split the inputs [B, T] of rows are; -1 for padding."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
@@ -174,6 +180,9 @@ class Windows:
     def read(self, indices: np.ndarray) -> np.ndarray:
         starts = (indices * self.seq_len).tolist()
         return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts])
+
+    def positions(self, indices: np.ndarray) -> np.ndarray:
+        return indices[:, None] * self.seq_len + np.arange(self.seq_len)
 
 
 def open_rows(store: TokenStore, split: Split, *, seq_len: int) -> StoredRows:
@@ -226,6 +235,8 @@ class TokenDataset:
             return num_rows
         remedies = {"train": "add text", "validation": "raise data.held_out_fraction, set validation.enable to false"}
         shorter = ", or lower training.seq_len" if meta.documents[split] else ", or add other documents"
+        if meta.marks and self.store.packing != "concatenate":
+            shorter = ", or raise training.seq_len: longer chats are left out"
         raise ConfigError(
             f"training.seq_len = {seq_len}: a sequence takes training.seq_len + 1 = {seq_len + 1:,} tokens, and the "
             f"{split} split of {meta.source} has {meta.tokens[split]:,} in {meta.documents[split]:,} documents; "
@@ -245,6 +256,11 @@ class TokenDataset:
 
         return read
 
+    def train_positions(self, uses: np.ndarray, *, seq_len: int, seed: int) -> np.ndarray:
+        """Returns where in the split the inputs [B, T] of the rows are that train_rows() reads; -1 for padding."""
+        stored = open_rows(self.store, "train", seq_len=seq_len)
+        return stored.positions(rows_of_samples(uses, num_rows=len(stored), seed=seed))
+
     def _read_train(self, rows: range, *, batch_slice: BatchSlice, seed: int, samples: int) -> Iterator[RowChunk]:
         read = self.train_rows(seq_len=batch_slice.seq_len, seed=seed)
         for first in count(samples, batch_slice.global_batch_size):
@@ -260,7 +276,7 @@ class TokenDataset:
     def _rows(self, stored: StoredRows, *, indices: np.ndarray) -> np.ndarray:
         rows = stored.read(indices)
         vocab_size = self.store.meta.vocab_size
-        if (highest := rows.max()) >= vocab_size:
+        if (highest := (ids_of(rows) if self.store.meta.marks else rows).max()) >= vocab_size:
             reason = f"it holds token id {highest}, and the tokenizer has {vocab_size} ids"
             raise corrupt_store_error(self.store.folder, reason=reason)
         return rows

@@ -73,9 +73,13 @@ _DATATROVE = (
 )
 _COMPRESSED_TABLE = ("a compressed parquet file", "decompress it: the columns in it are compressed")
 _WARC = ("a web archive (WARC), of which headers and markup would be trained on", "extract its text")
-_UTF16 = ("text in UTF-16, not UTF-8", "convert it with `iconv -f UTF-16 -t UTF-8`")
 _RECORDS = "JSON records, of which brackets and keys would be trained on: write one on each line of a .jsonl file"
 _COMPRESSED = "decompress it, or compress it with gzip, bzip2, xz or zstd"
+
+
+def _encoded(encoding: str) -> tuple[str, str]:
+    return f"text in {encoding}, not UTF-8", f"convert it with `iconv -f {encoding} -t UTF-8`"
+
 
 _BY_NAME = [
     (r"\.(csv|tsv)(\.(gz|zst|bz2|xz|zip))?", *_CSV),
@@ -95,12 +99,16 @@ _BY_MAGIC = {
     b"WARC/1.": _WARC,
     b"\x04\x22\x4d\x18": ("compressed with LZ4", _COMPRESSED),
     b"\xff\6\0\0sNaPpY": ("compressed with Snappy", _COMPRESSED),
-    b"\xff\xfe\0\0": ("text in UTF-32, not UTF-8", "convert it with `iconv -f UTF-32 -t UTF-8`"),
-    b"\xff\xfe": _UTF16,
-    b"\xfe\xff": _UTF16,
+    b"\xff\xfe\0\0": _encoded("UTF-32"),
+    b"\xff\xfe": _encoded("UTF-16"),
+    b"\xfe\xff": _encoded("UTF-16"),
 }
 _NO_TEXT = {b"PK\3\4": "a zip archive", b"SQLite format 3\0": "an SQLite database", b"%PDF-": "a PDF document"}
 _NO_TEXT |= {b"7z\xbc\xaf": "a 7z archive", b"Rar!\x1a\7": "a RAR archive", b"\x89PNG": "a picture"}
+_PAIRS = [{"instruction", "output"}, {"instruction", "response"}, {"prompt", "completion"}, {"prompt", "response"}]
+_PAIRS += [{"prompt", "chosen"}, {"question", "answer"}, {"question", "response"}]
+_AS_CHAT = 'set training.format = "chat" to train on the answers alone'
+_AS_MESSAGES = "rename it to 'messages', its keys to 'role' and 'content', and "
 _NAMES = [(re.compile(f"(?:{pattern})$", re.IGNORECASE), what, remedy) for pattern, what, remedy in _BY_NAME]
 
 
@@ -160,8 +168,8 @@ def _kind_of_content(path: Path, head: bytes, *, stem: str, compression: str, te
         formats = [_COMPRESSED_TABLE]
     if head[257:262] == b"ustar":
         formats = [_TAR]
-    if not formats and _is_wide(head):
-        formats = [_UTF16]
+    if not formats and (encoding := _wide_encoding(head)):
+        formats = [_encoded(encoding)]
     if formats:
         return _foreign(*formats[0])
     is_rows = stem.endswith(ROW_SUFFIXES) or (bool(compression) and stem.endswith(".json"))
@@ -198,12 +206,13 @@ def _offsets_format(raw: BinaryIO, *, head: bytes, size: int) -> tuple[str, str]
     return _SHARD if last == size else None
 
 
-def _is_wide(head: bytes) -> bool:
-    """Returns whether every second byte is 0, as in UTF-16 without a byte order mark."""
+def _wide_encoding(head: bytes) -> str:
+    """Returns UTF-16 with its byte order, which no mark states, where every second byte is 0; else ""."""
     half = len(head) // 2
-    return half >= 8 and any(
-        head[place::2].count(0) > 0.7 * half and head[1 - place :: 2].count(0) < 0.1 * half for place in (0, 1)
-    )
+    for place, encoding in enumerate(("UTF-16BE", "UTF-16LE")):
+        if half >= 8 and head[place::2].count(0) > 0.7 * half and head[1 - place :: 2].count(0) < 0.1 * half:
+            return encoding
+    return ""
 
 
 def _has_lines_of_json(path: Path, *, compression: str, text_key: str) -> bool:
@@ -379,3 +388,17 @@ class _ZstdReader(io.RawIOBase):
             raise OSError(reason) from error
         self._input = frame.unused_data
         self._frame = None if frame.eof else frame
+
+
+def describe_conversation(row: Mapping[str, object]) -> str:
+    """Returns what to do with a row of a chat, or of a prompt and its answer; "" for others."""
+    for key, value in row.items():
+        turn = value[0] if isinstance(value, list) and value else None
+        if isinstance(turn, dict) and ("role" in turn or "from" in turn):
+            named = "" if key == "messages" and "role" in turn else _AS_MESSAGES
+            return f"{shorten(key)!r} is a chat; {named}{_AS_CHAT}"
+    pair = next((pair for pair in _PAIRS if pair <= row.keys()), None)
+    if pair is None:
+        return ""
+    named = "" if pair == {"prompt", "completion"} else "rename them to 'prompt' and 'completion', and "
+    return f"{' and '.join(map(repr, sorted(pair)))} are a prompt and its answer; {named}{_AS_CHAT}"

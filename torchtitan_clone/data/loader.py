@@ -27,6 +27,7 @@ from torchtitan_clone.observe.by_source import Totals, scale_bytes
 
 if TYPE_CHECKING:
     from torchtitan_clone.data.mixture_dataset import MixtureDataset
+    from torchtitan_clone.data.predictions import ReadPredictions
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -79,6 +80,7 @@ class Loader:
         local_batch_size: int = 1,
         num_workers: int = 0,
         gather_positions: GatherPositions = lambda positions: positions,
+        read_predictions: "ReadPredictions | None" = None,
     ) -> None:
         self._slice_of_replica = partial(
             slice_of_rank,
@@ -96,9 +98,10 @@ class Loader:
             )
         self._mixture = _as_mixture(dataset)
         self._train_reader = partial(dataset.train_reader, seed=seed)
-        self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
-        self._num_workers = num_workers
+        pack_rows = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
+        self._read = partial(_read_batches, pack_rows=pack_rows, num_workers=num_workers)
         self._gather_positions = gather_positions
+        self._read_predictions = read_predictions
         seq_len = options.seq_len if self._mixture is None else self._mixture.mixture.timeline.stages[0].seq_len
         order = {"seq_len": seq_len, "document_masking": options.document_masking, "seed": seed}
         self._order: dict[str, object] = asdict(dataset.identity) | order
@@ -136,6 +139,8 @@ class Loader:
                 samples = self.sample_range  # empty on a rank whose rows are all padding
                 sources_B = self._mixture.mixture.locate(samples)[0] if samples else np.zeros(0, dtype=np.int64)
                 self._batch = self._batch.with_groups(sources_B)
+            if self._read_predictions is not None:
+                self._batch = self._batch.with_predictions(*self._read_predictions(self.sample_range))
         return self._batch
 
     def read_ahead(self) -> float:
@@ -179,7 +184,7 @@ class Loader:
 
     def scale_bytes(self, by_source: Mapping[str, Totals]) -> dict[str, Totals]:
         """Returns the totals of the sources with the bytes of their text, see TokenStore.byte_scale."""
-        return scale_bytes(by_source, {} if self._mixture is None else self._mixture.byte_scales("train"))
+        return {} if self._mixture is None else scale_bytes(by_source, self._mixture.byte_scales("train"))
 
     def set_stream_positions(self, positions: list[StreamPosition]) -> None:
         """Records, after `commit`, the positions of this rank's streams in all replica groups."""
@@ -246,7 +251,7 @@ class Loader:
 
     def _read_batches(self) -> Iterator[tuple[Batch, list[StreamPosition]]]:
         reader = self._train_reader(self._slice, samples=self._samples, streams=self._streams)
-        return _read_batches(reader, pack_rows=self._pack, num_workers=self._num_workers)
+        return self._read(reader)
 
 
 class ValidationLoader:

@@ -9,6 +9,7 @@ Use k of a source is row k of its shuffled epochs. Where a stage changes seq_len
 the new length as cover the tokens used before.
 """
 
+from collections.abc import Iterable
 from fractions import Fraction
 from itertools import pairwise
 from math import lcm
@@ -46,6 +47,7 @@ class Mixture:
 
     def __init__(self, timeline: Timeline, *, seed: int) -> None:
         self.timeline = timeline
+        self._first_timeline = timeline
         self.names = list(timeline.stages[0].weights)
         self._seed = seed
         self._shares = [Shares(list(stage.weights.values())) for stage in timeline.stages]
@@ -55,6 +57,10 @@ class Mixture:
         for index, (stage, following) in enumerate(pairwise(timeline.stages)):
             uses = self._starts[index] + self._uses_in_stage(index, following.first_sample - stage.first_sample)
             self._starts.append(-(-uses * stage.seq_len // following.seq_len))
+
+    def pass_over(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Passes over these ranges of batches, which were read, besides those that the options name."""
+        self.timeline = self._first_timeline.passing_over(ranges)
 
     def locate(self, samples: range) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each sample by its index, and the number of its uses before; all in one stage."""

@@ -17,7 +17,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.resolved import hub_id
 from torchtitan_clone.config.schema_training import Data, DataSource, Training
-from torchtitan_clone.config.stages import WHOLE_RUN
+from torchtitan_clone.config.stages import SOURCE_OPTIONS, WHOLE_RUN, reads_chats
 from torchtitan_clone.data.dataset import Dataset, TokenDataset
 from torchtitan_clone.data.token_store import PART_BYTES, TokenStore
 from torchtitan_clone.data.tokenizer import Tokenizer
@@ -68,14 +68,27 @@ def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer, mixtur
     return MixtureDataset(mixture=mixture, sources=opened, max_epochs=limits)
 
 
+def ending_as_trained(tokenizer: Tokenizer, *, training: Training, data: Data) -> Tokenizer:
+    """Returns the tokenizer of a run's generated texts: they end where turns do, if the run trains on chats."""
+    if not reads_chats(data, training=training):
+        return tokenizer
+    from torchtitan_clone.data.chat import with_end_of_turn
+
+    return with_end_of_turn(tokenizer)
+
+
 def describe_source(training: Training) -> str:
     """Returns a one-line description of the data that the options name; ConfigError if local files are missing."""
-    if name := hub_id(training):
-        return f"{name}, streamed from the Hugging Face hub"
+    from torchtitan_clone.data.marks import ChatOptions
     from torchtitan_clone.data.sources import find_source
 
+    is_chat = training.format == "chat"
+    chats = f"chats, of which {ChatOptions.of(training).describe()} are targets" if is_chat else ""
+    if name := hub_id(training):
+        return "; ".join(filter(None, [f"{name}, streamed from the Hugging Face hub", chats]))
     source = find_source(training)
-    return "; ".join(filter(None, [f"{source.name}, {len(source.files):,} files in {source.root}", source.left_out]))
+    described = f"{source.name}, {len(source.files):,} files in {source.root}"
+    return "; ".join(filter(None, [described, chats, source.left_out]))
 
 
 def describe_data(*, training: Training, data: Data) -> str:
@@ -120,15 +133,19 @@ def prepare_share(
 
 
 def _prepare_each(prepare: Callable[..., T], *, training: Training, data: Data) -> dict[str, T]:
-    """Prepares the local sources one after another, each in parallel processes, with one progress bar."""
+    """Prepares the local sources one after another, by the same parallel processes, with one progress bar."""
+    from torchtitan_clone.data.preparation import tokenizer_processes
+
     sources = find_sources(training=training, data=data)
     sizes = {name: sum(file.stat().st_size for file in source.files) for name, source in sources.items()}
     prepared: dict[str, T] = {}
-    with show_progress(total=sum(sizes.values())) as report:
+    with show_progress(total=sum(sizes.values())) as report, tokenizer_processes(data) as processes:
         for name, source in sources.items():
             before = sum(sizes[each] for each in prepared)
             with _naming(name, data=data):
-                prepared[name] = prepare(source, report=lambda size, before=before: report(before + size))
+                prepared[name] = prepare(
+                    source, processes=processes, report=lambda size, before=before: report(before + size)
+                )
     return prepared
 
 
@@ -151,7 +168,8 @@ def _of_each_source(act: Callable[[Training], T], *, training: Training, data: D
 def _options_of(source: DataSource, training: Training) -> Training:
     """Returns the options of a source as those of a run that has no other."""
     dataset = training.dataset if source.dataset is None else source.dataset
-    options = replace(training, dataset=dataset, dataset_path=source.path, text_key=source.text_key)
+    own = {name: getattr(source, name) for name in SOURCE_OPTIONS}
+    options = replace(training, dataset=dataset, dataset_path=source.path, **own)
     if source.max_epochs is not None and hub_id(options):
         limit = f"max_epochs = {source.max_epochs:g}"
         raise ConfigError(f"{limit}: the size of a dataset that is streamed is not known; remove it, or set path.")
@@ -172,8 +190,8 @@ def _naming(name: str, *, data: Data) -> Iterator[None]:
 
 def with_own_options(message: str) -> str:
     """Returns a message that names the options of an entry with a path instead of those of [training]."""
-    for option, own in (("dataset_path", "path"), ("dataset", "dataset"), ("text_key", "text_key")):
-        message = message.replace(f"training.{option}", own)
+    for option in ("dataset_path", "dataset", *SOURCE_OPTIONS):
+        message = message.replace(f"training.{option}", option.removeprefix("dataset_"))
     return message
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_clone.data.marks import ends_of, ids_of, marks_of, no_targets
 from torchtitan_clone.data.targets import later_targets, mark_context
 from torchtitan_clone.ops import IGNORE_INDEX
 
@@ -37,6 +38,21 @@ class Batch:
     predicts it. First for the next tokens, then for each depth of multi-token prediction; None without routers."""
     groups_BT: Tensor | None = None
     """int64; the index of each token's source in a mixture, or text in an evaluation, by which the loss is summed."""
+
+    teacher_ids_BKT: Tensor | None = None
+    """int32; of the K most likely next tokens after each token, where predictions of a teacher are stored."""
+    teacher_values_BKT: Tensor | None = None
+    """float32; their log-probabilities."""
+
+    def with_predictions(self, ids_BKT: np.ndarray, values_BKT: np.ndarray) -> "Batch":
+        """Returns the batch with the predictions for its first rows; the others have no targets."""
+        tensors: list[Tensor] = []
+        for content in (ids_BKT, values_BKT):
+            all_BKT = np.zeros((len(self.tokens_BT), *content.shape[1:]), dtype=content.dtype)
+            all_BKT[: len(content)] = content
+            tensor = torch.from_numpy(all_BKT)
+            tensors.append(tensor.pin_memory() if self.tokens_BT.is_pinned() else tensor)
+        return replace(self, teacher_ids_BKT=tensors[0], teacher_values_BKT=tensors[1])
 
     def with_groups(self, groups_B: np.ndarray, /) -> "Batch":
         """Returns the batch with the group of its first rows; the others, which have no targets, are in group 0."""
@@ -84,17 +100,20 @@ def pack(
     rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0, mtp_depth: int = 0,
     marks_context: bool = False,
 ) -> Batch:  # fmt: skip
-    """Builds a batch from rows [B, T + 1] of token ids, in which eos_id ends a document.
+    """Builds a batch from rows [B, T + 1] of token ids, in which eos_id or, in chats, a mark ends a document.
 
-    The last `padding` rows have no targets. With document masking neither has eos_id, because the token after it
-    belongs to another document.
+    The last `padding` rows have no targets, and tokens of chats are none unless marked. With document masking the end
+    of a document has none, because the token after it belongs to another one.
     """
-    tokens_BT = rows[:, :-1].astype(np.int64)
-    targets_BT = rows[:, 1:].astype(np.int64)
+    ids, marks = ids_of(rows), marks_of(rows)
+    tokens_BT = ids[:, :-1].astype(np.int64)
+    targets_BT = ids[:, 1:].astype(np.int64)
+    if marks is not None:
+        np.putmask(targets_BT, no_targets(marks[:, 1:]), IGNORE_INDEX)  # a third of the time of an assignment
     positions_BT = np.tile(np.arange(tokens_BT.shape[1]), (len(rows), 1))
     documents_BT = None
     if document_masking:
-        ends_BT = tokens_BT == eos_id
+        ends_BT = ends_of(rows[:, :-1], marks=None if marks is None else marks[:, :-1], eos_id=eos_id)
         targets_BT[ends_BT] = IGNORE_INDEX
         starts_BT = np.zeros_like(ends_BT)
         starts_BT[:, 1:] = ends_BT[:, :-1]

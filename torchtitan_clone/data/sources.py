@@ -13,22 +13,33 @@ import logging
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import describe_empty_path
+from torchtitan_clone.config.downloads import describe_download, find_downloaded
 from torchtitan_clone.config.environment import environment_integer
-from torchtitan_clone.config.messages import describe_download, toml_like
+from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.resolved import HUB_DATASETS
 from torchtitan_clone.config.schema_training import Training
-from torchtitan_clone.data.formats import select_token_files, with_companions
-from torchtitan_clone.data.kinds import ERRORS, LINE_BYTES, decompressed, kind_of, list_names, select_readable
+from torchtitan_clone.data.formats import has_token_rows, holds_tokens, select_token_files, with_companions
+from torchtitan_clone.data.kinds import (
+    ERRORS,
+    LINE_BYTES,
+    decompressed,
+    describe_conversation,
+    kind_of,
+    list_names,
+    select_readable,
+)
+from torchtitan_clone.data.marks import ChatOptions, RowRenderer
 from torchtitan_clone.data.token_store import digest_of
 from torchtitan_clone.documents import DocumentError, open_regular, read_json, shorten
 from torchtitan_clone.files import write_atomically
@@ -39,6 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchtitan_clone")
 
 T = TypeVar("T")
+R = TypeVar("R")
 _Entry = tuple[int, int, str]
 """Size in bytes, time of last modification in ns, sha256."""
 
@@ -49,21 +61,26 @@ DOCUMENT_BYTES = 1 << 24
 EMPTY_ROWS = 1 << 20
 """More rows without text in succession are an error: a small compressed file can hold any number of them."""
 FIRST_BAD_ROWS = 5
+PARSED = "special tokens parsed"
+"""Part of the identity of a source with parse_special_tokens."""
 _MAX_REASON = 500
-_PAIRS = [{"instruction", "output"}, {"instruction", "response"}, {"prompt", "completion"}, {"prompt", "response"}]
-_PAIRS += [{"prompt", "chosen"}, {"question", "answer"}, {"question", "response"}]
-_ONLY_TEXT = "fine-tuning with masked prompts is not supported, only training on whole texts"
 _LISTING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Files below a root, in reading order, and the key or column that holds the text of their rows."""
+    """Files below a root, in reading order, and what becomes of their rows."""
 
     name: str
     root: Path
     files: tuple[Path, ...]
     text_key: str = "text"
+    """Key or column that holds the text."""
+    parse_special_tokens: bool = False
+    chat: ChatOptions | None = None
+    """None: the files hold text."""
+    renderer: RowRenderer | None = None
+    """Of chats, once the tokenizer is known."""
     left_out: str = ""
     """Which files below the root are not read, in words."""
 
@@ -78,6 +95,8 @@ class BadRows:
 
     limit: int
     count: int = 0
+    without_targets: int = 0
+    """Chats that have no turn to train on, which are left out but are not bad."""
     first: list[str] = field(default_factory=list)
 
     def add(self, place: str, *, error: Exception) -> None:
@@ -141,12 +160,27 @@ def find_source(training: Training) -> Source:
         rule = "files and folders whose names begin with a dot are not read"
         raise ConfigError(f"{option}: no files to read in {source.root} ({rule}); add text files, or set another path.")
     if source.left_out:
-        _warn(source.left_out)
-    return source
+        warn_once(source.left_out)
+    if training.format == "chat":
+        kinds = {file: kind_of(file, text_key=source.text_key).content for file in source.files}
+        if others := [file for file, content in kinds.items() if content not in ("rows", "parquet")]:
+            rule = 'has no rows, in lines of JSON or parquet; move it away, or set the option to "text"'
+            raise ConfigError(f'training.format = "chat": {others[0]} {rule}.')
+        return replace(source, chat=ChatOptions.of(training))
+    if training.parse_special_tokens and holds_ids(source):
+        rule = f"{source.name} holds token ids, among which those of special tokens are"
+        raise ConfigError(f"training.parse_special_tokens = true: {rule}; set it to false.")
+    return replace(source, parse_special_tokens=training.parse_special_tokens)
+
+
+def holds_ids(source: Source) -> bool:
+    """Returns whether a source has token ids of another program instead of text."""
+    return holds_tokens(source.files) or has_token_rows(source.files, column=source.text_key)
 
 
 @cache  # once in a process, which opens a source several times
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Logs a warning, on rank 0."""
     if environment_integer("RANK", default=0) == 0:
         logger.warning("%s", text)
 
@@ -160,7 +194,8 @@ def _without_stand_in(dataset: str) -> str:
     return STAND_INS.get(dataset, dataset)
 
 
-def _path_source(path: Path, *, option: str, text_key: str) -> Source:
+def _path_source(given: Path, *, option: str, text_key: str) -> Source:
+    path = find_downloaded(given, repository="dataset")
     if not os.path.exists(path):  # unlike Path.exists also for a path that is too long
         hint = describe_download(str(path), repository="dataset")
         raise ConfigError(
@@ -173,7 +208,7 @@ def _path_source(path: Path, *, option: str, text_key: str) -> Source:
         raise ConfigError(problems)
     root = path if is_folder else path.parent
     kept, left_out = select_readable(files, root=root, text_key=text_key, option=option)
-    return Source(name=str(path), root=root, files=kept, text_key=text_key, left_out=left_out)
+    return Source(name=str(given), root=root, files=kept, text_key=text_key, left_out=left_out)
 
 
 def _find_file_error(file: Path) -> str | None:
@@ -203,18 +238,26 @@ def _files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
 
 
 def describe_empty(source: Source) -> str:
-    """Returns that none of the files of a source has text."""
+    """Returns that none of the files of a source has text, or targets."""
+    if source.chat is not None:
+        rule = "no chat has a turn to train on: an assistant's, or one that the chat template marks as generated"
+        return f"{source.name}: {rule}"
     return f"{source.name}: no text in {list_names(source.files, root=source.root)} of {source.root}"
 
 
 def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, int]]:
     """Yields every document that has text, with the number of bytes of the source read so far."""
+    read = partial(_read_file, text_key=source.text_key, bad_rows=bad_rows)
+    return ((text, size) for text, size in read_files(source, read=read) if text)
+
+
+def read_files(source: Source, *, read: Callable[..., Iterator[R]]) -> Iterator[tuple[R, int]]:
+    """Yields what `read` finds in each file, with the number of bytes of the source read so far."""
     done = 0
     for file in source.files:
         with _opened(file) as raw:
-            for text in _read_file(raw, file=file, text_key=source.text_key, bad_rows=bad_rows):
-                if text:
-                    yield text, done + raw.tell()
+            for found in read(raw, file=file):
+                yield found, done + raw.tell()
             done += os.fstat(raw.fileno()).st_size
 
 
@@ -237,15 +280,15 @@ def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -
         def text_of(value: "pyarrow.Scalar") -> str:
             return text_of_row({text_key: value.as_py()}, text_key=text_key)
 
-        return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
+        return read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
     stream = decompressed(raw, compression=kind.compression)
     if kind.content == "rows":
-        lines = _read_lines(stream, max_bytes=LINE_BYTES)
-        return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
+        lines = read_lines(stream, max_bytes=LINE_BYTES)
+        return read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
     return _read_text(stream, file=file, bad_rows=bad_rows) if kind.content in ("text", "json") else iter(())
 
 
-def _read_lines(stream: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
+def read_lines(stream: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
     """Yields the lines; of a longer one the first `max_bytes` + 1 bytes."""
     while line := stream.readline(max_bytes + 1):
         yield line
@@ -263,7 +306,7 @@ def _read_text(stream: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[s
     try:
         for block in _blocks(stream):
             try:
-                yield _checked_size(block).decode()
+                yield checked_size(block).decode()
             except UnicodeDecodeError as error:
                 bad_line = line + block.count(b"\n", 0, error.start)
                 bad_rows.add(f"{file}:{bad_line}", error=error)
@@ -294,13 +337,15 @@ def _blocks(stream: BinaryIO) -> Iterator[bytes]:
             _skip_line(stream, block)
 
 
-def _checked_size(text: bytes) -> bytes:
+def checked_size(text: bytes) -> bytes:
+    """Returns a text; ValueError if it is too long to be tokenized."""
     if len(text) > DOCUMENT_BYTES:
         raise ValueError(f"a text of more than {DOCUMENT_BYTES:,} bytes without an end; split it into documents")
     return text
 
 
-def _read_rows(rows: Iterable[T], *, text_of: Callable[[T], str], file: Path, bad_rows: BadRows) -> Iterator[str]:
+def read_rows(rows: Iterable[T], *, text_of: Callable[[T], R], file: Path, bad_rows: BadRows) -> Iterator[R]:
+    """Yields what is made of each row, if anything; counts the rows of which it cannot be made, by ValueError."""
     number = last = 0
     try:
         for number, row in enumerate(rows, start=1):
@@ -317,60 +362,59 @@ def _read_rows(rows: Iterable[T], *, text_of: Callable[[T], str], file: Path, ba
 
 
 def _text_of_line(line: bytes, *, text_key: str) -> str:
+    return text_of_row(row_of_line(line), text_key=text_key) if line.strip() else ""
+
+
+def row_of_line(line: bytes) -> object:
+    """Returns the JSON value of a line; ValueError if it is too long or none."""
     if len(line) > LINE_BYTES:
         raise ValueError(f"a line of more than {LINE_BYTES:,} bytes; split its text into several rows")
     # Not documents.parse_json: values that are not used may be NaN, which Python's own json writes.
-    return text_of_row(json.loads(line.decode()), text_key=text_key) if line.strip() else ""
+    return json.loads(line.decode())
 
 
 def text_of_row(row: object, *, text_key: str) -> str:
     """Returns the text of a row; ValueError with the reason if it has none."""
     if not isinstance(row, dict):
-        raise ValueError(f"not a JSON object but {_json_type(row)}")
-    if isinstance(row.get(text_key, []), list) and (conversation := _describe_conversation(row)):  # a null is a bad row
+        raise ValueError(f"not a JSON object but {json_type(row)}")
+    if isinstance(row.get(text_key, []), list) and (conversation := describe_conversation(row)):  # a null is a bad row
         raise RowFormatError(conversation)
     if text_key not in row:
         keys = shorten(", ".join(map(repr, row))) or "no keys"
         raise ValueError(f"no key {text_key!r} (training.text_key) among {keys}")
     text = row[text_key]
     if not isinstance(text, str):
-        raise ValueError(f"{text_key!r} holds {_json_type(text)}, not a string")
+        raise ValueError(f"{text_key!r} holds {json_type(text)}, not a string")
     try:
-        _checked_size(text.encode())
+        checked_size(text.encode())
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise ValueError(f"{text_key!r} is not valid Unicode ({error.reason})") from error
     return text
 
 
-def _describe_conversation(row: Mapping[str, object]) -> str:
-    """Returns what to do with a row of a chat, or of a prompt and its answer; "" for others."""
-    for key, value in row.items():
-        turn = value[0] if isinstance(value, list) and value else None
-        if isinstance(turn, dict) and ("role" in turn or "from" in turn):
-            template = f"tokenizer.apply_chat_template(row[{shorten(key)!r}], tokenize=True, return_dict=False)"
-            remedy = f"save {template} of transformers as lists in a .parquet file"
-            return f"{shorten(key)!r} is a chat; {_ONLY_TEXT}, here as token ids: {remedy}"
-    pair = next((pair for pair in _PAIRS if pair <= row.keys()), None)
-    if pair is None:
-        return ""
-    return f"{' and '.join(map(repr, sorted(pair)))} are a prompt and its answer; {_ONLY_TEXT}: join them to one text"
-
-
-def _json_type(value: object) -> str:
+def json_type(value: object) -> str:
+    """Returns what a value of JSON is, in words."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
+    def columns_of(schema: "pyarrow.Schema") -> list[str]:
+        _check_column(schema, file=file, text_key=text_key)
+        return [text_key]
+
+    return chain.from_iterable(batch.column(0) for batch in read_parquet(file, columns_of=columns_of))
+
+
+def read_parquet(file: Path, *, columns_of: "Callable[[pyarrow.Schema], list[str]]") -> "Iterator[pyarrow.RecordBatch]":
+    """Yields a few rows at once, of the columns that are chosen; OSError if it is no complete parquet file."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         parquet = pyarrow.parquet.ParquetFile(file)
-        _check_column(parquet.schema_arrow, file=file, text_key=text_key)
-        # Few rows at once: a file of a few kilobytes can hold many large values, all equal.
-        for batch in parquet.iter_batches(batch_size=8, columns=[text_key]):
-            yield from batch.column(0)
+        # Few rows: a file of a few kilobytes can hold many large values, all equal.
+        yield from parquet.iter_batches(batch_size=8, columns=columns_of(parquet.schema_arrow))
     except (pyarrow.ArrowException, UnicodeError) as error:
         raise OSError(f"not a complete parquet file: {error}") from error
 
@@ -379,7 +423,7 @@ def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> Non
     option = f"training.text_key = {toml_like(text_key)}"
     if schema.names.count(text_key) != 1 or not _is_string(schema.field(text_key).type):
         turns = {field.name: _turn_of(field.type) for field in schema}
-        if conversation := _describe_conversation(turns):
+        if conversation := describe_conversation(turns):
             raise ConfigError(f"{file}: {conversation}.")
     if schema.names.count(text_key) != 1:
         number = "several such columns" if text_key in schema.names else "no such column"
@@ -417,14 +461,16 @@ def source_fingerprint(source: Source, *, listing: Path, updates: bool = True) -
         write_atomically(listing, json.dumps(files).encode())
     names = [file.relative_to(source.root).as_posix() for file in source.files]
     contents = [(name, size, digest) for name, (size, _, digest) in zip(names, files.values(), strict=True)]
-    return digest_of([contents, source.text_key, *recognized(source)])
+    return digest_of([contents, source.text_key, *reading_of(source)])
 
 
-def recognized(source: Source) -> list[str]:
-    """Returns how files are read whose names do not say so, which is part of what identifies a source."""
+def reading_of(source: Source) -> list[str]:
+    """Returns what identifies a source besides its files: how those are read whose names do not say so, and PARSED."""
     kinds = (kind_of(file, text_key=source.text_key) for file in source.files)
     descriptions = [f"{kind.content} {kind.compression}" if not kind.by_name else "" for kind in kinds]
-    return descriptions if any(descriptions) else []
+    parsed = [PARSED] if source.parse_special_tokens else []
+    rendered = [f"chats {source.renderer.identity}"] if source.renderer else []
+    return [*(descriptions if any(descriptions) else []), *parsed, *rendered]
 
 
 def _entry(file: Path, *, known: _Entry | None) -> _Entry:

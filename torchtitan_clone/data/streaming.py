@@ -30,7 +30,10 @@ from torchtitan_clone.data.dataset import (
     StreamPosition,
     StreamState,
 )
-from torchtitan_clone.data.sources import BadRows, text_of_row
+from torchtitan_clone.data.encoder import find_targets, spelling_counter
+from torchtitan_clone.data.marks import CHAT, END, TARGET, ChatOptions, Rendered, RowRenderer, with_marks
+from torchtitan_clone.data.reports import describe_spelled
+from torchtitan_clone.data.sources import PARSED, BadRows, text_of_row, warn_once
 from torchtitan_clone.data.token_store import Split, digest_of, is_held_out
 from torchtitan_clone.data.tokenizer import Tokenizer
 from torchtitan_clone.documents import DocumentError, Value, parse_json, shorten
@@ -38,7 +41,9 @@ from torchtitan_clone.documents import DocumentError, Value, parse_json, shorten
 if TYPE_CHECKING:
     import datasets
 
-DocumentChunk = tuple[Bookmark, list[str | None]]
+Document = str | list[Rendered]
+"""A text, or the texts of a chat, which are one after another."""
+DocumentChunk = tuple[Bookmark, list[Document | None]]
 """Consecutive documents, and the bookmark of the first; None: a document that is skipped."""
 CHUNK_DOCUMENTS = 64
 START: Bookmark = (0, 0, None)
@@ -85,11 +90,15 @@ class HubDataset:
     text_key: str
     held_out_fraction: float
     max_bad_rows: int
+    renderer: RowRenderer | None = None
+    """Of chats; None: the rows hold text."""
 
     @property
     def identity(self) -> DatasetIdentity:
+        parsed = [PARSED] if self.tokenizer.parse_special_tokens else []
+        rendered = [] if self.renderer is None else [f"chats {self.renderer.identity}"]
         return DatasetIdentity(
-            data=digest_of([self.name, self.revision, self.text_key]),
+            data=digest_of([self.name, self.revision, self.text_key, *parsed, *rendered]),
             tokenizer=self.tokenizer.fingerprint,
             eos_id=self.tokenizer.eos_id,
             held_out_fraction=self.held_out_fraction,
@@ -118,25 +127,38 @@ class HubDataset:
 
     def _held_out_rows(self, seq_len: int) -> Iterator[np.ndarray]:
         stream = _TokenBuffer((0, 0, 0))
-        for bookmark, texts in self._read_epoch(START, split="validation"):
-            self.distribute(texts, bookmark=bookmark, streams={0: stream}, num_streams=1)
+        for bookmark, documents in self._read_epoch(START, split="validation"):
+            self.distribute(documents, bookmark=bookmark, streams={0: stream}, num_streams=1)
             while stream.size > seq_len:
                 yield stream.pop_row(seq_len)
 
     def distribute(
-        self, texts: list[str | None], *, bookmark: Bookmark, streams: "dict[int, _TokenBuffer]", num_streams: int
+        self, chunk: list[Document | None], *, bookmark: Bookmark, streams: "dict[int, _TokenBuffer]", num_streams: int
     ) -> None:
         """Tokenizes the documents of a chunk that belong to these streams, and appends them."""
         epoch, first, _ = bookmark
         chosen = [
-            (document, row, text)
-            for document, text in enumerate(texts, start=first)
-            if text is not None and (row := (document + epoch) % num_streams) in streams
+            (number, row, document)
+            for number, document in enumerate(chunk, start=first)
+            if document is not None and (row := (number + epoch) % num_streams) in streams
         ]
-        encoded = self.tokenizer.encode_batch([text for *_, text in chosen])
-        for (document, row, _), ids in zip(chosen, encoded, strict=True):
-            tokens = np.array([*ids, self.tokenizer.eos_id], dtype=np.int64)
-            streams[row].append(tokens, epoch=epoch, document=document)
+        encoded = self._encode([document for *_, document in chosen])
+        for (number, row, _), tokens in zip(chosen, encoded, strict=True):
+            streams[row].append(tokens, epoch=epoch, document=number)
+
+    def _encode(self, documents: list[Document]) -> Iterator[np.ndarray]:
+        """Yields the tokens of each document with its end; of chats with their marks."""
+        texts = [document for document in documents if isinstance(document, str)]
+        for ids in self.tokenizer.encode_batch(texts):
+            yield np.array([*ids, self.tokenizer.eos_id], dtype=np.int64)
+        for chat in (document for document in documents if isinstance(document, list)):  # then there are no texts
+            yield np.concatenate([self._encode_chat(each) for each in chat])
+
+    def _encode_chat(self, chat: Rendered) -> np.ndarray:
+        encoding = self.tokenizer.encode_alone(chat.text)
+        marks = CHAT | TARGET * np.frombuffer(find_targets(encoding, chat.spans), dtype=np.uint8)
+        marks[-1:] |= END
+        return with_marks(np.array(encoding.ids, dtype=np.int64), marks=marks)
 
     def read_epochs(self, bookmark: Bookmark) -> Iterator[DocumentChunk]:
         """Yields the training documents from a bookmark on, epoch after epoch."""
@@ -151,23 +173,29 @@ class HubDataset:
         if state is not None:
             self._resume(stream, state)
         bad_rows = BadRows(limit=self.max_bad_rows)
+        parses = self.tokenizer.parse_special_tokens  # as chats do
+        count = None if parses else spelling_counter(self.tokenizer.backend)
         readable = False
         # Not iter(stream): in a worker process it yields only some of the rows, and which ones depends on the worker.
         for columns in stream.iter(CHUNK_DOCUMENTS):
             rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-            texts = [
-                self._text(row, place=f"{self.name}, row {number}", split=split, bad_rows=bad_rows)
+            documents = [
+                self._document(row, place=f"{self.name}, row {number}", split=split, bad_rows=bad_rows)
                 for number, row in enumerate(rows, start=document)
             ]
-            readable = readable or any(texts)
-            yield (epoch, document, state), texts
-            document += len(texts)
+            readable = readable or any(documents)
+            if count is not None and any(count(text) for text in documents if isinstance(text, str)):
+                warn_once(describe_spelled(self.name))
+                count = None
+            yield (epoch, document, state), documents
+            document += len(documents)
             state = json.dumps(stream.state_dict())
         if split == "train" and not readable and bookmark[1] == 0:
+            column = f"text in column {toml_like(self.text_key)} (training.text_key)"
+            what = column if self.renderer is None else "chats that have a turn to train on"
             raise ConfigError(
                 f"training.dataset = {toml_like(self.name)}: no train text in {document:,} rows; set it to a dataset "
-                f"with text in column {toml_like(self.text_key)} (training.text_key), or change data.held_out_fraction "
-                f"(now {self.held_out_fraction})."
+                f"with {what}, or change data.held_out_fraction (now {self.held_out_fraction})."
             )
 
     def _resume(self, stream: "datasets.IterableDataset", state: str) -> None:
@@ -179,14 +207,23 @@ class HubDataset:
             reason = shorten(f"{type(error).__name__}: {error}")
             raise ConfigError(f"the position in {self.name} that the checkpoint holds is damaged: {reason}") from error
 
-    def _text(self, row: object, *, place: str, split: Split, bad_rows: BadRows) -> str | None:
+    def _document(self, row: object, *, place: str, split: Split, bad_rows: BadRows) -> Document | None:
         try:
-            text = text_of_row(row, text_key=self.text_key)
+            document = text_of_row(row, text_key=self.text_key) if self.renderer is None else self._chat(row)
         except ValueError as error:
             bad_rows.add(place, error=error)
             return None
-        in_split = is_held_out(text, fraction=self.held_out_fraction) == (split == "validation")
-        return text if text and in_split else None
+        if not document:
+            return None
+        content = document if isinstance(document, str) else document[0]
+        in_split = is_held_out(content, fraction=self.held_out_fraction) == (split == "validation")
+        return document if in_split else None
+
+    def _chat(self, row: object) -> list[Rendered]:
+        from torchtitan_clone.data.chat import render_row, without_nulls
+
+        assert self.renderer is not None
+        return render_row(without_nulls(row), renderer=self.renderer)
 
 
 def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokenizer) -> HubDataset:
@@ -204,6 +241,14 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
     if data.drop_duplicates:
         rule = f"the documents of {dataset} are streamed, and only stored ones can be compared"
         raise ConfigError(f"data.drop_duplicates = true: {rule}; set it to false, or download the dataset.")
+    renderer = None
+    if training.format == "chat":
+        from torchtitan_clone.data.chat import renderer_of
+
+        renderer = renderer_of(ChatOptions.of(training), tokenizer=tokenizer)
+        tokenizer = tokenizer.parsing_special_tokens(option='training.format = "chat"')
+    elif training.parse_special_tokens:
+        tokenizer = tokenizer.parsing_special_tokens()
     repository, separator, configuration = dataset.partition(":")
     name, _, revision = repository.partition("@")
     try:
@@ -219,6 +264,7 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
         revision=f"{builder.hash} {builder.config.data_files}",
         stream=cast("datasets.IterableDataset", stream),  # the type of one split
         tokenizer=tokenizer,
+        renderer=renderer,
         text_key=training.text_key,
         held_out_fraction=data.held_out_fraction,
         max_bad_rows=data.max_bad_rows,
@@ -289,9 +335,9 @@ class HubStreams:
     def next_row(self, row: int, *, seq_len: int) -> np.ndarray:
         """Removes and returns the next tokens [T + 1] of a stream."""
         while self._streams[row].size <= seq_len:
-            bookmark, texts = next(self._chunks)
+            bookmark, documents = next(self._chunks)
             self._bookmarks.append(bookmark)
-            self._dataset.distribute(texts, bookmark=bookmark, streams=self._streams, num_streams=self._num_streams)
+            self._dataset.distribute(documents, bookmark=bookmark, streams=self._streams, num_streams=self._num_streams)
         return self._streams[row].pop_row(seq_len)
 
     def position(self, *, first_index: int = 0) -> StreamPosition:

@@ -1,6 +1,7 @@
 """Token stores: a source tokenized once to disk, then read by memory map.
 
-    <cache>/stores/<key>/{train,validation}.tokens      token ids, eos after every document (uint16 or uint32)
+    <cache>/stores/<key>/{train,validation}.tokens      token ids, eos after every text (uint16 or uint32)
+                         {train,validation}.marks       of chats only: the mark of each token, see marks.py (uint8)
                          {train,validation}.offsets     start of each document, and the end of the last (int64)
                          meta.json                      what the store was made from, and the size of each file
 
@@ -17,13 +18,14 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data.marks import END, ID_BITS, TARGET, MarkedTokens, Rendered, ids_of, marks_of
 from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json
 from torchtitan_clone.files import sync_folder, write_atomically
 
@@ -34,8 +36,10 @@ FORMAT = 1
 META_FILE = "meta.json"
 PART_BYTES = 1 << 28
 """A file of this size is a part, which is tokenized at once, and so are several smaller ones together."""
-COUNTS = ("tokens", "documents", "text_bytes", "token_bytes")
+COUNTS = ("tokens", "documents", "text_bytes", "token_bytes", "special_tokens")
 """What StoreMeta counts in each split."""
+OF_CHATS = ("marks", "targets", "without_targets")
+"""What StoreMeta has of chats only."""
 SEGMENTS_FILE = "segments.json"
 CHECKED_DOCUMENTS = 64
 """Documents of each split whose end is looked at when a store is opened."""
@@ -154,6 +158,14 @@ class StoreMeta(StoreKey):
     """UTF-8 bytes of the documents of each split; 0 of token ids without text, empty in stores of older versions."""
     token_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """Sum of Tokenizer.byte_lengths() over the tokens of each split, an estimate of text_bytes."""
+    special_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Special tokens that the text of each split spells out; empty in stores of older versions."""
+    marks: dict[str, str] = field(default_factory=dict[str, str])
+    """SHA-256 of the marks of each split; empty in stores of text."""
+    targets: dict[str, int] = field(default_factory=dict[str, int])
+    """Tokens of each split that are marked as targets; empty in stores of text."""
+    without_targets: int = 0
+    """Chats that are left out because they have no turn to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +182,9 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the documents and their packing."""
+        """Identifies the documents, their marks and their packing."""
         name = self.meta.source_fingerprint
+        name = f"{name} marks {digest_of(self.meta.marks)[:16]}" if self.meta.marks else name
         return name if self.packing == "concatenate" else f"{name} {self.packing}"
 
     @property
@@ -189,7 +202,8 @@ class TokenStore:
         if self.segments:
             added = self._map(f"{split}.added", dtype="int64")
             return TokenArray(self.segments[split], files=self.files, added=added, eos_id=self.meta.eos_id)
-        return self._map(f"{split}.tokens", dtype=self.dtype)
+        ids = self._map(f"{split}.tokens", dtype=self.dtype)
+        return MarkedTokens(ids, marks=self._map(f"{split}.marks", dtype="uint8")) if self.meta.marks else ids
 
     def offsets(self, split: Split) -> np.ndarray:
         return self._map(f"{split}.offsets", dtype="int64")
@@ -208,13 +222,15 @@ def dtype_of_ids(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def is_held_out(document: str | np.ndarray, *, fraction: float) -> bool:
+def is_held_out(document: str | Rendered | np.ndarray, *, fraction: float) -> bool:
     """Returns whether a document is for validation; depends on its content only, so copies are in the same split."""
     return fraction > 0 and unit_hash(content_of(document)) <= fraction
 
 
-def content_of(document: str | np.ndarray) -> bytes:
-    """Returns what identifies a document: its text in UTF-8, or its token ids."""
+def content_of(document: str | Rendered | np.ndarray) -> bytes:
+    """Returns what identifies a document: its text in UTF-8, its messages, or its token ids."""
+    if isinstance(document, Rendered):
+        return document.content
     return document.encode() if isinstance(document, str) else document.astype("<i8").tobytes()
 
 
@@ -224,25 +240,47 @@ def unit_hash(content: bytes) -> float:
 
 
 class SplitWriter:
-    """Writes the tokens and offsets of a split."""
+    """Writes the tokens and offsets of a split; of chats also the marks, where a `dtype` of the ids alone is given."""
 
-    def __init__(self, folder: Path, split: Split) -> None:
+    def __init__(self, folder: Path, split: Split, *, dtype: str | None = None) -> None:
         self._tokens = (folder / f"{split}.tokens").open("wb")
+        self._marks = (folder / f"{split}.marks").open("wb") if dtype else None
+        self._dtype = dtype
+        self._digest = hashlib.sha256()
         self._offsets = (folder / f"{split}.offsets").open("wb")
         self._offsets.write(np.zeros(1, dtype=np.int64).tobytes())
-        self.tokens = self.documents = self.text_bytes = self.token_bytes = 0
+        self.tokens = self.documents = self.text_bytes = self.token_bytes = self.special_tokens = self.targets = 0
 
-    def append(self, tokens: np.ndarray, lengths: np.ndarray, *, text_bytes: int = 0, token_bytes: int = 0) -> None:
-        """Writes the tokens of documents of these lengths; the bytes are those of StoreMeta."""
+    def append(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        text_bytes: int = 0,
+        token_bytes: int = 0,
+        special_tokens: int = 0,
+    ) -> None:
+        """Writes the tokens of documents of these lengths; the other numbers are those of StoreMeta."""
+        if self._marks is not None and (marks := marks_of(tokens)) is not None:
+            self._marks.write(marks.data)
+            self._digest.update(marks.data)
+            self.targets += int(np.count_nonzero(marks & TARGET))
+            tokens = ids_of(tokens).astype(self._dtype)
         self._tokens.write(tokens.data)
         self._offsets.write((self.tokens + np.cumsum(lengths)).tobytes())
         self.tokens += len(tokens)
         self.documents += len(lengths)
         self.text_bytes += int(text_bytes)
         self.token_bytes += int(token_bytes)
+        self.special_tokens += int(special_tokens)
+
+    @property
+    def marks(self) -> str:
+        """SHA-256 of the marks."""
+        return self._digest.hexdigest()
 
     def close(self) -> None:
-        for file in (self._tokens, self._offsets):
+        for file in filter(None, (self._tokens, self._offsets, self._marks)):
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -250,7 +288,8 @@ class SplitWriter:
 
 def write_meta(meta: StoreMeta, *, folder: Path) -> None:
     """Completes the content of a store."""
-    write_atomically(folder / META_FILE, json.dumps(asdict(meta), indent=2).encode())
+    content = {name: value for name, value in asdict(meta).items() if meta.marks or name not in OF_CHATS}
+    write_atomically(folder / META_FILE, json.dumps(content, indent=2).encode())
 
 
 def commit(prepared: Path, folder: Path) -> None:
@@ -308,11 +347,29 @@ def open_store(
         store = TokenStore(folder=folder, meta=meta, files=files, segments=segments, packing=packing)
         for split in get_args(Split):
             _check_tokens(store, split)
+            if meta.marks:
+                path = folder / f"{split}.marks"
+                _check_size(path, expected=meta.tokens[split])
+                _check_marks(path, digest=meta.marks[split], changed=path.stat().st_mtime_ns)
             _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
             check_documents(store, split)
     except (FileNotFoundError, DocumentError) as error:
         raise corrupt_store_error(folder, reason=str(error)) from error
     return store
+
+
+def total(stores: Sequence[TokenStore], name: str) -> dict[str, int]:
+    """Returns the sums of a count by split; none if one of the stores, made by an older version, has not counted."""
+    counts = [getattr(store.meta, name) for store in stores]
+    return {split: sum(count[split] for count in counts) for split in get_args(Split)} if all(counts) else {}
+
+
+def inner_ends(store: TokenStore, *, block: int = 1 << 24) -> int:
+    """Returns how often the end-of-text token stands within documents; reads all tokens."""
+    splits = [store.tokens(split) for split in get_args(Split)]
+    blocks = (tokens[start : start + block] for tokens in splits for start in range(0, len(tokens), block))
+    ends = sum(int(np.count_nonzero(np.asarray(tokens) == store.meta.eos_id)) for tokens in blocks)
+    return ends - sum(store.meta.documents.values())
 
 
 def has_one_document(folder: Path) -> bool:
@@ -325,11 +382,20 @@ def has_one_document(folder: Path) -> bool:
 
 def _read_meta(path: Path) -> StoreMeta:
     document = read_json(path)
-    byte_counts = ("text_bytes", "token_bytes")
-    absent = () if "text_bytes" in document.plain_entries() else byte_counts  # an older version did not count them
+    present = document.plain_entries()
+    # An older version did not count them.
+    absent = [name for name in COUNTS[2:] if name not in present]
+    absent += [] if "marks" in present else OF_CHATS
     table = document.table(*(field.name for field in fields(StoreMeta) if field.name not in absent))
-    counts = {name: _counts(table[name]) for name in byte_counts if name in table and table[name].value != {}}
+    counts = {name: _counts(table[name]) for name in COUNTS[2:] if name in table and table[name].value != {}}
+    marks: dict[str, str] = {}
+    if "marks" in table:
+        of_split = table["marks"].table(*get_args(Split))
+        counts |= {"targets": _counts(table["targets"])}
+        marks = {split: digest.text(pattern="[0-9a-f]{64}") for split, digest in of_split.items()}
     return StoreMeta(
+        marks=marks,
+        without_targets=table["without_targets"].integer() if marks else 0,
         format=table["format"].integer(),
         source_fingerprint=table["source_fingerprint"].text(),
         tokenizer_fingerprint=table["tokenizer_fingerprint"].text(),
@@ -357,6 +423,13 @@ def _check_tokens(store: TokenStore, split: Split) -> None:
         raise DocumentError(f"{SEGMENTS_FILE}: the {split} split has {count:,} tokens, not {expected:,}")
 
 
+@cache  # stores are opened several times
+def _check_marks(path: Path, *, digest: str, changed: int) -> None:
+    with open_regular(path) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise DocumentError(f"{path.name} is not what was written")
+
+
 def _check_size(path: Path, *, expected: int) -> None:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -365,7 +438,7 @@ def _check_size(path: Path, *, expected: int) -> None:
 
 
 def check_documents(store: TokenStore, split: Split) -> None:
-    """Looks at the ends of some documents: offsets increase to the number of tokens, and eos is before each."""
+    """Looks at the ends of some documents: offsets increase to the number of tokens, and an end is before each."""
     tokens, offsets = store.tokens(split), store.offsets(split)
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens):
         raise DocumentError(f"{split}.offsets does not reach from 0 to the number of tokens in {split}.tokens")
@@ -373,7 +446,8 @@ def check_documents(store: TokenStore, split: Split) -> None:
     starts, ends = offsets[chosen - 1], offsets[chosen]
     if not np.all((starts >= 0) & (starts < ends) & (ends <= len(tokens))):
         raise DocumentError(f"{split}.offsets does not increase")
-    if any(tokens[end - 1 : end][0] != store.meta.eos_id for end in ends.tolist()):
+    last = np.array([tokens[end - 1 : end][0] for end in ends.tolist()], dtype=np.int64)
+    if not np.all(last >> ID_BITS & END if store.meta.marks else last == store.meta.eos_id):
         raise DocumentError(f"{split}.tokens does not hold the documents of {split}.offsets")
 
 

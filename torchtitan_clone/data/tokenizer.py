@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -14,7 +14,9 @@ import tokenizers
 from tokenizers import processors
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.messages import describe_download, toml_like
+from torchtitan_clone.config.downloads import describe_download, find_downloaded
+from torchtitan_clone.config.messages import toml_like
+from torchtitan_clone.config.started import as_started
 from torchtitan_clone.documents import DocumentError, Value, find_member, is_unicode, parse_json, read_member, shorten
 
 logger = logging.getLogger("torchtitan_clone")
@@ -22,6 +24,7 @@ logger = logging.getLogger("torchtitan_clone")
 SHIPPED_FOLDER = Path(__file__).parent / "assets" / "stdlib_tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
 MAX_ID = (1 << 24) - 1
 _PANIC = "PanicException"
 """Class of the errors of Rust's `panic!`: a BaseException that cannot be imported."""
@@ -43,10 +46,18 @@ class Tokenizer:
     """The beginning-of-text token, which precedes every text; None: there is none."""
     prefix_id: int
     """The token that stands before a text of which the first token is scored too: the bos_token, else the eos_token."""
+    pad_id: int | None = None
+    """The pad_token of tokenizer_config.json, which exports name; nothing here is padded with it."""
+    end_ids: tuple[int, ...]
+    """What ends a generated text: eos_id, then others in generation_config.json, such as that of the end of a turn."""
     digest: str
     """Of tokenizer.json."""
+    folder: Path
+    """Of its files, among which the chat template may be."""
     is_as_stored: bool = True
     """Whether the files in the folder give the same ids: an id of eos_token, and whether bos_id is put before texts."""
+    parse_special_tokens: bool = False
+    """Whether special tokens that a text spells out become their ids instead of characters."""
 
     @property
     def fingerprint(self) -> str:
@@ -59,7 +70,7 @@ class Tokenizer:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self.backend.encode_special_tokens = True  # the library does not pickle it
+        self.backend.encode_special_tokens = not self.parse_special_tokens  # the library does not pickle it
 
     def describe(self) -> str:
         """Returns its size and the tokens around each text, in one line."""
@@ -67,12 +78,31 @@ class Tokenizer:
         return f"{self.vocab_size:,} ids; {start}{self.decode([self.eos_id])} ({self.eos_id}) after each text"
 
     def encode_batch(self, texts: Sequence[str], *, add_bos: bool = True) -> list[list[int]]:
-        """Returns the ids of each text, without eos_id; special tokens spelled out in a text are encoded as text."""
+        """Returns the ids of each text, without eos_id."""
         with _explained_errors("it must encode any text"):
             encoded = [
                 encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
             ]
         return encoded if self.bos_id is None or not add_bos else [[self.bos_id, *ids] for ids in encoded]
+
+    def parsing_special_tokens(self, *, option: str = "training.parse_special_tokens = true") -> "Tokenizer":
+        """Returns this tokenizer with parse_special_tokens, which `option` demands.
+
+        ConfigError if the id of a special token is not in the vocabulary.
+        """
+        for token_id, token in self.backend.get_added_tokens_decoder().items():
+            if token_id >= self.vocab_size:
+                rule = f"its id {token_id} is not below the {self.vocab_size:,} of the vocabulary"
+                rule = f"{shorten(repr(token.content))} stands in {CONFIG_FILE} alone, and {rule}"
+                remedy = f"save the tokenizer with transformers, which adds it to {TOKENIZER_FILE}"
+                raise ConfigError(f"{option}: {rule}; {remedy}.")
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        return replace(self, backend=backend, parse_special_tokens=True)
+
+    def encode_alone(self, text: str) -> tokenizers.Encoding:
+        """Returns the ids of a text, without bos_id and eos_id, and what else the library says of it."""
+        with _explained_errors("it must encode any text"):
+            return self.backend.encode(text, add_special_tokens=False)
 
     def encode_with_sizes(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Returns the ids of each text, and how many of its UTF-8 bytes each stands for; they add up to the text's.
@@ -156,18 +186,15 @@ def build_tokenizer(hf_assets_path: str | None, *, add_bos: bool | None = None) 
     `add_bos` is data.add_bos. Adds the special tokens that only tokenizer_config.json has. ConfigError if a file is
     missing or invalid, or names no end-of-text token.
     """
-    folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
-    option = f"model.hf_assets_path = {toml_like(str(folder))}"
+    folder = find_downloaded(hf_assets_path or SHIPPED_FOLDER, repository="tokenizer")
+    option = f"model.hf_assets_path = {toml_like(hf_assets_path or str(folder))}"
     try:
         content = read_member(folder, name=TOKENIZER_FILE)
         if content is None:
             if not folder.is_dir():
                 hint = describe_download(str(folder), repository="tokenizer")
                 raise ConfigError(f"{option}: there is no such folder; set it to that of a tokenizer{hint}.")
-            raise ConfigError(
-                f"{option}: the folder has no {TOKENIZER_FILE}; set it to a folder with the tokenizer of a Hugging "
-                "Face model, or leave it unset for the tokenizer of this package."
-            )
+            raise ConfigError(f"{option}: the folder has no {TOKENIZER_FILE}; {_describe_remedy(folder)}.")
         for name in _FILES:  # an export saves them all
             find_member(folder, name=name)
         backend = _parse_tokenizer(content)
@@ -178,17 +205,32 @@ def build_tokenizer(hf_assets_path: str | None, *, add_bos: bool | None = None) 
         stored = _start_of_texts(backend, post_processor=post_processor, eos_id=eos_id, add_bos=add_bos)
         named = _named_id(backend, config=config, name="bos_token")
         bos_id = _bos_id(config, stored=stored, named=named, add_bos=add_bos)
+        vocab_size = 1 + max(highest, eos_id, -1 if bos_id is None else bos_id)
+        pad_id = _named_id(backend, config=config, name="pad_token")
+        end_ids = dict.fromkeys([eos_id, *(token_id for token_id in _generation_ends(folder) if token_id < vocab_size)])
     except (DocumentError, OSError) as error:
         raise ConfigError(f"{option}: {error}; correct the file, or download it again.") from error
     return Tokenizer(
         backend=backend,
-        vocab_size=1 + max(highest, eos_id, -1 if bos_id is None else bos_id),
+        vocab_size=vocab_size,
         eos_id=eos_id,
         bos_id=bos_id,
         prefix_id=next(each for each in (bos_id, named, eos_id) if each is not None),
+        pad_id=pad_id if pad_id is not None and pad_id < vocab_size else None,
+        end_ids=tuple(end_ids),
         digest=hashlib.sha256(content).hexdigest(),
+        folder=folder,
         is_as_stored=not is_new and bos_id == stored and (add_bos is None or "add_bos_token" not in config),
     )
+
+
+def _describe_remedy(folder: Path) -> str:
+    """Returns what to do about a folder without a tokenizer.json."""
+    if models := sorted(folder.glob("*.model")):
+        command = as_started("python scripts/convert_tokenizer.py")
+        return f"convert {models[0].name}, if it is of SentencePiece, with `{command} {models[0]} {folder}`"
+    remedy = "set it to a folder with the tokenizer of a Hugging Face model"
+    return f"{remedy}, or leave it unset for the tokenizer of this package"
 
 
 def _parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
@@ -212,17 +254,17 @@ def _parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
     return backend
 
 
-def tokenizer_files(hf_assets_path: str | None, *, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns the tokenizer's files by name, to be saved with an exported model: they give the ids that are trained.
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Returns the files of a run's tokenizer by name, to be saved with an exported model: they give the ids trained.
 
-    `tokenizer` is that of the run. DocumentError if a file is invalid, OSError if tokenizer.json is that of another.
+    DocumentError if a file is invalid, OSError if tokenizer.json is that of another tokenizer.
     """
-    folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
+    folder = tokenizer.folder
     contents = {name: read_member(folder, name=name) for name in _FILES}
     files = {name: content for name, content in contents.items() if content is not None}
     if not tokenizer.is_made_of(files.get(TOKENIZER_FILE, b"")):
         rule = f"{TOKENIZER_FILE} is not there, or not the one that was read at the start; put it back"
-        raise OSError(f"model.hf_assets_path = {toml_like(hf_assets_path)}: {rule}")
+        raise OSError(f"model.hf_assets_path = {toml_like(str(folder))}: {rule}")
     # Another class, also that of the model type, may rebuild the pre-tokenizer that tokenizer.json has.
     config = {name: entry.value for name, entry in _read_config(folder).items() if name != "auto_map"}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -268,8 +310,18 @@ def _read_config(folder: Path) -> dict[str, Value]:
     return config
 
 
+def _generation_ends(folder: Path) -> list[int]:
+    """Returns eos_token_id of generation_config.json, which is one id, several, or null."""
+    content = read_member(folder, name=GENERATION_FILE)
+    entries = {} if content is None else parse_json(content, where=GENERATION_FILE).entries()
+    found = entries.get("eos_token_id", Value(None, where=GENERATION_FILE))
+    if isinstance(found.value, list):
+        return found.integers()
+    return [] if found.value is None else [found.integer()]
+
+
 def _named_id(backend: tokenizers.Tokenizer, *, config: dict[str, Value], name: str) -> int | None:
-    """Returns the id of the bos_token or eos_token, in the file a string, or an object with the string "content"."""
+    """Returns the id of a token such as the bos_token, in the file a string, or an object with the string "content"."""
     token = _content(config[name]) if name in config else None
     return None if token is None else backend.token_to_id(token)
 

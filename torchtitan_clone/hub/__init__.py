@@ -7,4 +7,5 @@ one of theirs (fused projections). Tensors of a folder may be *quantized*; they 
 
 A family has its format in models/<family>/hf.py, or shares one of plain decoders in `formats.py`, as llama3 does;
 `ModelSpec.hugging_face` names it, so that a run that neither reads nor writes folders does not import this package.
+`torchtitan.py` reads checkpoints of torchtitan instead, for a script.
 """

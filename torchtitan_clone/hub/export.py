@@ -19,8 +19,8 @@ from torchtitan_clone.checkpoint.agree import first_error
 from torchtitan_clone.checkpoint.folder import commit
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
-from torchtitan_clone.config.schema_training import Model
-from torchtitan_clone.data.tokenizer import Tokenizer, tokenizer_files
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data.tokenizer import GENERATION_FILE, Tokenizer, tokenizer_files
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.hub.folder import CONFIG_FILE, INDEX_FILE, Entries, Tensors
 from torchtitan_clone.hub.formats import format_of
@@ -238,14 +238,19 @@ def _disk_error(action: Callable[[], object]) -> str | None:
 
 
 def export_files(
-    *, spec: ModelSpec, model_args: ModelArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
+    *, spec: ModelSpec, model_args: ModelArgs, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> dict[str, bytes]:
     """Returns config.json, generation_config.json and the tokenizer's files. OSError if it is another tokenizer."""
-    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    if model_args.mup_base_dim:
+        rule = "the Hugging Face format has no model whose scores and logits are scaled by its width"
+        raise ConfigError(f"model.args.mup_base_dim = {model_args.mup_base_dim}: {rule}")
+    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     name = str(dtype).removeprefix("torch.")
     # transformers 5 and vLLM read dtype, transformers 4 and other converters torch_dtype.
     config = {**format_of(spec).to_config(model_args), **special, "dtype": name, "torch_dtype": name}
     generation = {"_from_model_config": True, **special}
-    files = {CONFIG_FILE: config, "generation_config.json": generation}
+    if len(tokenizer.end_ids) > 1:
+        generation = {**special, "eos_token_id": tokenizer.end_ids}
+    files = {CONFIG_FILE: config, GENERATION_FILE: generation}
     written = {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}
-    return tokenizer_files(model.hf_assets_path, tokenizer=tokenizer) | written
+    return tokenizer_files(tokenizer) | written

@@ -3,9 +3,9 @@
 `TensorSlices` map our tensors to the hub's, see ops/tensor_slices.py.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,9 +16,10 @@ from torch import Tensor
 from torchtitan_clone.checkpoint import tensor_file
 from torchtitan_clone.checkpoint.tensor_file import Entry
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.messages import describe_download
+from torchtitan_clone.config.downloads import describe_download, find_downloaded
 from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
 from torchtitan_clone.hub.quantized import MXFP4_BLOCKS, MXFP4_SCALES, SCALES, BlockScaled, Mxfp4
+from torchtitan_clone.hub.vocabulary import ResizedRows
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 from torchtitan_clone.ops.tensor_slices import Sliceable, TensorSlice, TensorSlices
 
@@ -37,6 +38,21 @@ class WeightFolder:
     config: Mapping[str, Any]
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
+    rows: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rows in the files of tensors that have another number of them here."""
+
+    def with_rows(self, names: Iterable[str], *, count: int) -> "tuple[WeightFolder, list[str]]":
+        """Returns the folder with `count` rows in tensors of these names, and what was changed in which."""
+        found = {name: self.entries[name].shape for name in names if name in self.entries}
+        rows = {name: shape[0] for name, shape in found.items() if len(shape) == 2 and shape[0] not in (0, count)}
+        entries = {name: replace(self.entries[name], shape=(count, found[name][1])) for name in rows}
+        texts = [
+            f"{name} has {size:,} rows, of which the last {size - count:,} are left out"
+            if size > count
+            else f"{name} has {size:,} rows; {count - size:,} more are drawn with their mean and covariance"
+            for name, size in sorted(rows.items())
+        ]
+        return replace(self, entries={**self.entries, **entries}, rows=rows), texts
 
     def stored_as(self, name: str) -> str:
         """Returns the name of the tensor that holds the values of a tensor, which need not be in the folder."""
@@ -56,7 +72,8 @@ class WeightFolder:
         needed: dict[Path, list[tuple[str, TensorSlice]]] = {}
         for name in tensors:
             for part in (part for part in slices[name] if not part.is_copy):
-                needed.setdefault(self.files[self.stored_as(part.source)], []).append((name, part))
+                if not part.is_optional or part.source in self.entries:
+                    needed.setdefault(self.files[self.stored_as(part.source)], []).append((name, part))
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         for path, parts in needed.items():
             with torch.no_grad(), safe_open(path, framework="pt") as file:
@@ -88,6 +105,9 @@ class WeightFolder:
     def _open(self, name: str, values: Sliceable) -> Iterator[Sliceable]:
         """Yields a tensor of a file, or its values times its scales, which another file may hold."""
         scales = self.scales_of(name)
+        if name in self.rows:
+            yield ResizedRows(values, name=name, rows=self.rows[name], columns=self.entries[name].shape[1])
+            return
         if scales is None:
             yield values
             return
@@ -98,6 +118,7 @@ class WeightFolder:
 
 def open_weight_folder(path: Path) -> WeightFolder:
     """Reads config.json, the index and the headers. ConfigError if the folder is missing, incomplete or damaged."""
+    path = find_downloaded(path, repository="model")
     if not path.is_dir():
         remedy = describe_download(str(path), repository="model") or "; give the folder of a Hugging Face model"
         raise ConfigError(f"{path}: there is no such folder{remedy}")

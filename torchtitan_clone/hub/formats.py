@@ -21,6 +21,7 @@ from torchtitan_clone.hub.keys import (
     Arguments,
     entry_of,
     read_arguments,
+    read_kinds,
     read_scaling,
     scaling_to_config,
 )
@@ -51,6 +52,7 @@ _NEEDED = {"is_causal", "sliding_window"}
 _ALWAYS_CHECKED = {"head_dim", "layer_types", "quantization_config"}
 """Keys of all families besides those of keys.py; without an entry of their own they may state what is the case."""
 _FULL = "full_attention"
+_ROTARY_SHARE = "partial_rotary_factor"
 _HUB_TYPES = {"full": _FULL, "window": "sliding_attention"}
 _UNWRITTEN = ("bias_update_rate", "batch_balance", "sequence_balance", "router_z", "top_groups", "group_score")
 """Arguments of training, and of groups, which follow num_groups."""
@@ -80,6 +82,8 @@ class DecoderHub:
     """Keys of config.json by other names of theirs, which transformers reads too."""
     quantization: str = "fp8"
     """Value of quant_method whose weights can be read."""
+    is_partly_rotary: bool = False
+    """Whether config.json says which share of a head's features is rotated; `defaults` has it too."""
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
     def rules_of(self, args: Any) -> Rules:
@@ -115,6 +119,10 @@ class DecoderHub:
         """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
         return []
 
+    def of_folder(self, names: Iterable[str]) -> "DecoderHub":
+        """Returns the format with the rules of a folder that has tensors of these names."""
+        return self
+
     def without_absent_layers(self, arguments: Arguments, *, names: Iterable[str]) -> tuple[Arguments, list[str]]:
         """Returns the arguments of from_config() less layers that a folder with these tensors lacks, and warnings."""
         return arguments, []
@@ -131,12 +139,14 @@ class DecoderHub:
             **({"hidden_dim": args.ffn_hidden_dim} if "hidden_dim" in self.keys and args.hidden_dim is None else {}),
             "rope_theta": args.rope_theta,
             "rope_scaling": args.rope_scaling and asdict(args.rope_scaling),
+            **({"rotary_dim": args.rotary_dim} if self.is_partly_rotary else {}),
         }
 
     def to_config(self, args: Any) -> dict[str, object]:
         """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
         scaling = args.rope_scaling and scaling_to_config(args.rope_scaling)
+        share = {_ROTARY_SHARE: args.rotary_dim / args.head_dim} if self.is_partly_rotary else {}
         return {
             "architectures": [self.architecture],
             **self.fixed,
@@ -145,7 +155,8 @@ class DecoderHub:
             # transformers 4 reads the first two, transformers 5 the third; other engines one or the other.
             "rope_theta": args.rope_theta,
             "rope_scaling": scaling,
-            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": args.rope_theta},
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": args.rope_theta, **share},
+            **share,
         }
 
     def from_config(self, config: Mapping[str, object]) -> Arguments:
@@ -168,7 +179,8 @@ class DecoderHub:
 
     def keys_read(self) -> set[str]:
         """Returns the keys of config.json that read() reads, or that have a single supported value."""
-        return {*self.keys.values(), *self.fixed, *self.others, *ROPE_KEYS}
+        share = (_ROTARY_SHARE,) if self.is_partly_rotary else ()
+        return {*self.keys.values(), *self.fixed, *self.others, *ROPE_KEYS, *share}
 
     def _find_key_errors(self, given: Mapping[str, object], *, nulls: Set[str]) -> list[str]:
         """Returns one sentence for each key that is unknown, or whose value the family does not support."""
@@ -176,7 +188,8 @@ class DecoderHub:
         if (model_type := given.get("model_type", wanted)) != wanted:
             rule = f"{self.family} supports only {wanted!r}"
             return [f"config.json: model_type = {shorten(repr(model_type))}, and {rule}"]
-        read, only = self.keys_read(), {**ONLY_VALUES, **self.only, **self.fixed}
+        read = self.keys_read()
+        only = {key: value for key, value in ONLY_VALUES.items() if key not in read} | {**self.only, **self.fixed}
         needed = {key for key, value in {**self.defaults, **self.fixed}.items() if value}  # null is like false or none
         known = {*read, *only, *self.aliases, *self.without_effect, *WITHOUT_EFFECT, *_ALWAYS_CHECKED}
         errors = [
@@ -206,6 +219,7 @@ class DecoderHub:
 
     def read(self, given: Mapping[str, object]) -> Arguments:
         """Does the same as from_config(), without nulls; a family with other entries extends it. DocumentError too."""
+        given = self._with_head_dim(given)
         known = {*self.defaults, *given, "num_key_value_heads"}
         if absent := [key for key in self.keys.values() if key not in known]:
             raise ConfigError([f"config.json: {key} is missing" for key in absent])
@@ -214,25 +228,37 @@ class DecoderHub:
             given = {key: value for key, value in given.items() if key != "rope_scaling"}
         if "rope_parameters" in given:  # they have both
             defaults.pop("rope_scaling", None)
-        given = {"num_key_value_heads": given["num_attention_heads"], **defaults, **given}
+        given = {"num_key_value_heads": {**defaults, **given}["num_attention_heads"], **defaults, **given}
         values = read_arguments(self.keys, given)
         if "head_dim" not in {*self.keys, *self.without_effect}:
             self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
-        return values | self._rope(given)
+        return values | self._rope(given, head_dim=values.get("head_dim", 0))
+
+    def _with_head_dim(self, given: Mapping[str, object]) -> Mapping[str, object]:
+        """Returns the entries with a size of heads; without one and without a default heads divide the model's."""
+        keys = {"dim": "hidden_size", "n_heads": "num_attention_heads"}
+        if "head_dim" not in {*self.keys} - {*self.defaults} - {*given} or not {*keys.values()} <= {*given}:
+            return given
+        sizes = read_arguments(keys, given)
+        return {**given, "head_dim": sizes["dim"] // sizes["n_heads"]}
 
     def _check_head_dim(self, given: Mapping[str, object], *, size: int, heads: int) -> None:
         if "head_dim" in given and (entry := entry_of(given, "head_dim")).integer() not in (0, size // heads):
             supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
             entry.refuse(f"{self.family} supports only {supported}")
 
-    def _rope(self, given: Mapping[str, object]) -> Arguments:
+    def _rope(self, given: Mapping[str, object], *, head_dim: int) -> Arguments:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters, and prefers rope_scaling."""
         key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
         entries = entry_of(given, key).entries() if given.get(key) else {}
         theta = entries.pop("rope_theta", entry_of({"rope_theta": _DEFAULT_ROPE_THETA} | dict(given), "rope_theta"))
         original = entry_of(given, ORIGINAL_LENGTH) if ORIGINAL_LENGTH in given else None
+        rotary: Arguments = {}
+        if self.is_partly_rotary:
+            share = entries.pop(_ROTARY_SHARE, entry_of(given, _ROTARY_SHARE)).number(low=0.0)
+            rotary["rotary_dim"] = int(head_dim * share)
         scaling = read_scaling(entries, family=self.family, original=original)
-        return {"rope_theta": theta.number(low=1.0), "rope_scaling": scaling}
+        return {"rope_theta": theta.number(low=1.0), "rope_scaling": scaling, **rotary}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +272,12 @@ class MoEHub(DecoderHub):
 
     def find_format_errors(self, args: ModelArgs) -> list[str]:
         given: MoEArgs = vars(args)["moe"]
+        unwritten = {*_UNWRITTEN} - ({"group_score"} if given.num_groups > 1 else set())
         return [
             f"model.args.moe.{name} = {shown(value)}: {self.family} has {shown(wanted)} in the Hugging Face format; "
             "set it to that, or neither import nor export weights in this format"
             for name, wanted in vars(self.moe).items()
-            if name not in {*self.moe_keys, *_UNWRITTEN} and (value := getattr(given, name)) != wanted
+            if name not in {*self.moe_keys, *unwritten} and (value := getattr(given, name)) != wanted
         ]
 
     def arguments(self, args: Any) -> Arguments:
@@ -296,8 +323,7 @@ class WindowedHub(DecoderHub):
         count = values["n_layers"]
         default = [_HUB_TYPES[self.pattern[layer % len(self.pattern)]] for layer in range(count)]
         entry = Value(given.get("layer_types", default), where="config.json: layer_types")
-        ours = {theirs: kind for kind, theirs in _HUB_TYPES.items()}
-        types = [ours[each.choice(*ours)] for each in entry.items(count=count)]
+        types = read_kinds(entry, _HUB_TYPES, count=count)
         window = read_arguments({"window": "sliding_window"}, {"sliding_window": self.window, **given})
         return {**values, "layer_types": types, **window}
 

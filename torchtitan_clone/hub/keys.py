@@ -56,10 +56,11 @@ ONLY_VALUES: Mapping[str, object] = {
 """Keys of all families that change nothing with this value, and are refused with another."""
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings"})
 """Keys of rotary positions, which all families read."""
-_FLAGS = ("tied_embeddings", "truncate", "qk_norm", "normalize_scores")
+_FLAGS = ("tied_embeddings", "truncate", "qk_norm", "normalize_scores", "attention_bias", "negative_eigenvalues")
 _NUMBERS = (
     "norm_eps", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-    "attention_factor", "query_scale", "score_scale", "swiglu_limit",
+    "attention_factor", "query_scale", "score_scale", "swiglu_limit", "embedding_multiplier", "attention_multiplier",
+    "residual_multiplier", "logits_scaling",
 )  # fmt: skip
 _LENGTHS = ("max_seq_len", "original_max_seq_len", "window", "chunk", "query_scale_floor")
 _MOST = {"n_layers": 10_000, **dict.fromkeys(_LENGTHS, 2**31)}
@@ -70,6 +71,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 _SCALED = {"factor": "factor", "original_max_seq_len": ORIGINAL_LENGTH}
 _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
     "default": {},
+    "linear": {"factor": "factor"},
     "llama3": {**_SCALED, "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
     "yarn": _SCALED,
 }
@@ -97,6 +99,12 @@ def read_argument(name: str, entry: Value) -> int | float | bool:
     if name in _NUMBERS:
         return entry.number(low=0.0)
     return entry.integer(low=1, high=_MOST.get(name, _LONGEST))
+
+
+def read_kinds(entry: Value, names: Mapping[str, str], *, count: int) -> list[str]:
+    """Returns the kinds of `count` layers from their names in config.json, which `names` has by kind. DocumentError."""
+    kinds = {name: kind for kind, name in names.items()}
+    return [kinds[each.choice(*kinds)] for each in entry.items(count=count)]
 
 
 def read_scaling(entries: Mapping[str, Value], *, family: str, original: Value | None) -> Arguments | None:
@@ -128,7 +136,7 @@ def _read_type(given: Mapping[str, Value], *, family: str) -> str:
     if "type" in given and given["type"].value != entry.value:
         entry.refuse(f"differs from type, an older name of it, which is {shorten(repr(given['type'].value))}")
     if entry.text() not in _SCALING_KEYS:
-        entry.refuse(f'{family} supports only "default", "llama3" and "yarn"')
+        entry.refuse(f'{family} supports only "default", "linear", "llama3" and "yarn"')
     return entry.text()
 
 
@@ -140,7 +148,7 @@ def _checked(values: Arguments, *, given: Mapping[str, Value], kind: str) -> Arg
         raise DocumentError("config.json: the rope scaling has one of mscale and mscale_all_dim; give both or none")
     if not values.get("mscale"):  # transformers takes zeros as absent
         values = {name: value for name, value in values.items() if not name.startswith("mscale")}
-    scaling = RopeScaling(rope_type="yarn" if kind == "yarn" else "llama3", **values)
+    scaling = replace(RopeScaling(**values), rope_type=kind)
     if kind == "yarn" and scaling.original_max_seq_len < 2 * math.pi * scaling.beta_slow:
         rule = "no pair of features rotates beta_slow times in it, which transformers does not stretch"
         given[ORIGINAL_LENGTH].refuse(f"{rule}; set a length of pretraining")

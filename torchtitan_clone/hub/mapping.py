@@ -9,12 +9,17 @@ from torchtitan_clone.ops.tensor_slices import Index, TensorSlice
 Rule = Callable[[tuple[int, ...]], list[TensorSlice]]
 """Returns the slices of our tensor from its shape; * in the name of a source stands for the number of the layer."""
 Rules = Mapping[str, Rule]
-"""The rule of each of our parameters and persistent buffers, by name with * for the number of a layer."""
+"""The rule of each of our parameters and persistent buffers, by name, or by name with * for the number of a layer."""
 
 
 def same(name: str) -> Rule:
     """One tensor of the hub with the same values and shape."""
     return lambda shape: [TensorSlice(source=name, shape=shape)]
+
+
+def optional(name: str) -> Rule:
+    """One tensor of the hub, without which ours keeps its first values."""
+    return lambda shape: [TensorSlice(source=name, shape=shape, is_optional=True)]
 
 
 def repeated(name: str, *copies: str) -> Rule:
@@ -63,6 +68,36 @@ def _share(index: int, *, dim: int, size: int, step: int) -> Index:
     return (*[slice(None)] * dim, along)
 
 
+def rows(rule: Rule, *, first: int, total: int) -> Rule:
+    """Our tensor, mapped by `rule`, is the rows from `first` on of a tensor of the hub with so many rows in all."""
+
+    def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
+        (part,) = rule(shape)
+        own = slice(first, first + shape[0])
+        return [replace(part, shape=(total, *part.shape[1:]), of=(own, *part.of[1:]))]
+
+    return slices
+
+
+def of_heads(name: str, *, size: int, first: int, total: int) -> Rule:
+    """Our tensor has `size` rows of each head, from its row `first` on, of which the hub's has `total`."""
+
+    def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
+        complete = (shape[0] // size * total, *shape[1:])
+        starts = {start: start // size * total + first for start in range(0, shape[0], size)}
+        return [
+            TensorSlice(source=name, shape=complete, of=(slice(theirs, theirs + size),), to=(slice(ours, ours + size),))
+            for ours, theirs in starts.items()
+        ]
+
+    return slices
+
+
+def channels(name: str) -> Rule:
+    """One tensor of the hub, a convolution of each channel: [channels, 1, width], and ours without the 1."""
+    return lambda shape: [TensorSlice(source=name, shape=(shape[0], 1, *shape[1:]), of=(slice(None), 0))]
+
+
 def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
     """Our tensor consists of equal tensors of the hub along our `dim`, consecutive or interleaved."""
 
@@ -97,7 +132,7 @@ def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
 def slices_of(rules: Rules, name: str, *, shape: Sequence[int], prefix: str = "") -> list[TensorSlice]:
     """Returns the slices of our tensor of that name and shape, with names after a prefix; KeyError without a rule."""
     match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
-    rule = rules[f"layers.*.{match[2]}" if match else name]
+    rule = rules[f"layers.*.{match[2]}" if match and name not in rules else name]
     layer = match[1] if match else ""
     return [replace(part, source=prefix + part.source.replace("*", layer)) for part in rule(tuple(shape))]
 
@@ -121,6 +156,13 @@ DECODER_RULES: Rules = {
     "output.weight": same("lm_head.weight"),
 }
 """Rules that Llama, Qwen and their descendants share."""
+BIAS_RULES: Rules = {
+    f"layers.*.attention.w{name}.bias": same(f"model.layers.*.self_attn.{name}_proj.bias") for name in "qkv"
+}
+QK_NORM_RULES: Rules = {
+    f"layers.*.attention.{name}.weight": same(f"model.layers.*.self_attn.{name}.weight")
+    for name in ("q_norm", "k_norm")
+}
 
 _ROUTER, _EXPERTS = "layers.*.feed_forward.router", "layers.*.feed_forward.experts"
 EXPERT_RULES: Rules = {
@@ -132,6 +174,12 @@ EXPERT_RULES: Rules = {
     f"{_EXPERTS}.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
 }
 """Rules of a router and of experts that are stored one by one."""
+GATE_UP_RULES: Rules = {
+    f"{_EXPERTS}.w1": fused(same("model.layers.*.mlp.experts.gate_up_proj"), dim=1, index=0),
+    f"{_EXPERTS}.w2": same("model.layers.*.mlp.experts.down_proj"),
+    f"{_EXPERTS}.w3": fused(same("model.layers.*.mlp.experts.gate_up_proj"), dim=1, index=1),
+}
+"""Rules of experts in two tensors that are not transposed; gates are the first half of one."""
 
 
 def stacked_expert_rules(mlp: str, *, interleaved: bool) -> Rules:

@@ -4,19 +4,21 @@ import logging
 import re
 import time
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.downloads import find_downloaded
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.config.schema_training import Model
-from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, build_tokenizer
 from torchtitan_clone.documents import DocumentError, read_member, shorten
 from torchtitan_clone.hub.folder import CONFIG_FILE, WeightFolder, open_weight_folder
 from torchtitan_clone.hub.formats import format_of
@@ -30,6 +32,7 @@ from torchtitan_clone.ops.tensor_slices import TensorSlices, sources_of
 logger = logging.getLogger("torchtitan_clone")
 
 _MAY_DIFFER_SILENTLY = {"max_seq_len"}
+_OF_VOCABULARY = ("tok_embeddings.weight", "output.weight")
 _MAY_BE_LESS = {"mtp_depth"}
 """Arguments that may be smaller than those of a folder, whose other tensors are left out then."""
 _MAY_DIFFER = {"rope_theta", "rope_scaling"}
@@ -65,18 +68,21 @@ def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
             "checkpoint.initial_load_in_hf = true: set checkpoint.initial_load_path, or model.hf_assets_path, to the "
             "folder that holds the .safetensors files"
         )
-    return Path(path)
+    return find_downloaded(path, repository="model")
+
+
+def has_other_tokenizer(folder: Path, *, tokenizer: Tokenizer) -> bool:
+    """Returns whether the folder has a tokenizer, and not this one."""
+    try:
+        content = read_member(folder, name=TOKENIZER_FILE)
+    except (DocumentError, OSError):
+        return False  # opening the weights says what is wrong with the folder
+    return content is not None and not tokenizer.is_made_of(content)
 
 
 def check_tokenizer(folder: Path, *, model: Model, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the folder has another tokenizer than the bundled one, and no option selects one."""
-    if model.hf_assets_path is not None:
-        return
-    try:
-        content = read_member(folder, name=TOKENIZER_FILE)
-    except (DocumentError, OSError):
-        return  # opening the weights says what is wrong with the folder
-    if content is not None and not tokenizer.is_made_of(content):
+    if model.hf_assets_path is None and has_other_tokenizer(folder, tokenizer=tokenizer):
         raise ConfigError(
             f"checkpoint.initial_load_path = {toml_like(str(folder))}: its {TOKENIZER_FILE} is not the bundled one, "
             "with which the run would train these weights; set model.hf_assets_path to this folder, or to that of the "
@@ -86,28 +92,66 @@ def check_tokenizer(folder: Path, *, model: Model, tokenizer: Tokenizer) -> None
 
 def family_of_folder(folder: WeightFolder) -> ModelSpec:
     """Returns the family of the folder's config.json; ConfigError if there is none."""
+    try:
+        return family_of_config(folder.config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path}: {error}") from None
+
+
+def family_of_config(config: Mapping[str, object]) -> ModelSpec:
+    """Returns the family of a config.json; ConfigError if there is none."""
     for spec in MODELS.values():
-        if format_of(spec).is_format_of(folder.config):
+        if format_of(spec).is_format_of(config):
             return spec
-    kind = shorten(repr(folder.config.get("model_type")))
+    kind = shorten(repr(config.get("model_type")))
     rule = f"model_type = {kind}: no family has this type; known families: {', '.join(MODELS)}"
-    raise ConfigError(f"{folder.path / CONFIG_FILE}: {rule}")
+    raise ConfigError(f"{CONFIG_FILE}: {rule}")
 
 
 def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
     """Returns the `[model]` table that the folder's config.json asks for; ConfigError if the family has no such model.
 
-    `args` has every argument except those that are unset, which the flavor must leave unset too.
+    It has the flavor that differs in the fewest arguments, and these. Arguments that are unset the flavor must leave
+    unset too.
     """
     wanted, _ = _arguments_of_folder(folder, spec=spec)
     args = {name: value for name, value in wanted.items() if value is not None}
     assets = str(folder.path) if (folder.path / TOKENIZER_FILE).is_file() else None
-    for flavor in spec.flavors:
-        model = Model(name=spec.name, flavor=flavor, args=args, hf_assets_path=assets)
+    found: list[Model] = []
+    for flavor, own in spec.flavors.items():
+        differing = {name: value for name, value in args.items() if format_of(spec).arguments(own)[name] != value}
+        model = Model(name=spec.name, flavor=flavor, args=differing, hf_assets_path=assets)
         if format_of(spec).arguments(spec.resolve_args(model)) == wanted:
-            return model
+            found.append(model)
+    if found:
+        return min(found, key=lambda model: len(model.args))
     unset = ", ".join(name for name in wanted if name not in args)
     raise ConfigError(f"{folder.path / CONFIG_FILE}: no flavor of {spec.name} leaves {unset} unset, as it asks for")
+
+
+def model_of_start(checkpoint: Checkpoint, model: Model) -> Model:
+    """Returns the `[model]` table of a run that starts from a folder whose config.json decides; logs what was read.
+
+    Arguments and the tokenizer of `model` precede those of the folder. ConfigError as the other functions here.
+    """
+    path = initial_weights_path(checkpoint, model)
+    folder = open_weight_folder(path)
+    found = model_of_folder(folder, spec=family_of_folder(folder))
+    changed = toml_like(found.args) if found.args else "no other arguments"
+    logger.info("%s: %s %s, with %s", path / CONFIG_FILE, found.name, found.flavor, changed)
+    given = checkpoint.initial_load_path or model.hf_assets_path  # the name of a download says more than its folder
+    own = given if found.hf_assets_path and has_other_tokenizer(path, tokenizer=build_tokenizer(None)) else None
+    args, assets = _merged(found.args, model.args), model.hf_assets_path or own
+    return replace(model, name=found.name, flavor=found.flavor, args=args, hf_assets_path=assets)
+
+
+def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+    """Returns arguments of both; of a table with both, such as `moe`, the same of its entries."""
+    merged = {**below, **above}
+    for name in below.keys() & above.keys():
+        if isinstance(low := below[name], Mapping) and isinstance(high := above[name], Mapping):
+            merged[name] = _merged(cast("Mapping[str, object]", low), cast("Mapping[str, object]", high))
+    return merged
 
 
 def _arguments_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> tuple[Arguments, list[str]]:
@@ -117,29 +161,36 @@ def _arguments_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> tuple[Argu
 
 
 def open_initial_weights(
-    path: Path, *, spec: ModelSpec, model_args: ModelArgs, state: Mapping[str, Tensor], chosen: Container[str] = ()
-) -> InitialWeights:
+    path: Path, *, spec: ModelSpec, model_args: ModelArgs, state: Mapping[str, Tensor], chosen: Container[str] = (),
+    resize: bool = False,
+) -> InitialWeights:  # fmt: skip
     """Returns the folder after comparing it with the model; ConfigError with every difference.
 
     `state` has the dtype and shape of each parameter and persistent buffer, `chosen` names the arguments that the user
-    has set, of which some may differ from those of the folder.
+    has set, of which some may differ from those of the folder. With `resize` its vocabulary may differ too.
     """
-    folder, hub = open_weight_folder(path), format_of(spec)
+    folder = open_weight_folder(path)
+    hub = format_of(spec).of_folder(folder.entries)
     prefix = hub.prefix(folder.config)
-    problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args, chosen=chosen)
+    silent = _MAY_DIFFER_SILENTLY | ({"vocab_size"} if resize else set())
+    problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args, chosen=chosen, silent=silent)
     slices = hub.map_state(state, args=model_args, prefix=prefix)
+    if not problems and model_args.tied_embeddings:
+        problems = _compare_tied(folder, prefix=prefix)
+    if resize:
+        names = {part.source for name in _OF_VOCABULARY for part in slices.get(name, ())}
+        folder, resized = folder.with_rows(names, count=model_args.vocab_size)
+        warnings += resized
     if not problems:
         warnings += hub.describe_leftovers(folder.entries, args=model_args)
         problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, slices=slices)
-    if not problems and model_args.tied_embeddings:
-        problems = _compare_tied(folder, prefix=prefix)
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return InitialWeights(folder=folder, slices=slices, warnings=tuple(warnings))
 
 
 def _compare_arguments(
-    folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs, chosen: Container[str]
+    folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs, chosen: Container[str], silent: Container[str]
 ) -> tuple[list[str], list[str]]:
     """Returns problems and warnings: how the model differs from the one that config.json describes."""
     try:
@@ -148,7 +199,7 @@ def _compare_arguments(
         return error.messages, []
     ours, theirs = _flat(format_of(spec).arguments(model_args)), _flat(wanted)
     problems: list[str] = []
-    for name in (name for name in theirs if theirs[name] != ours[name] and name not in _MAY_DIFFER_SILENTLY):
+    for name in (name for name in theirs if theirs[name] != ours[name] and name not in silent):
         if name in _MAY_BE_LESS and ours[name] < theirs[name]:
             continue
         now, then = ("unset" if value is None else toml_like(value) for value in (ours[name], theirs[name]))
@@ -160,7 +211,8 @@ def _compare_arguments(
             now = '{rope_type = "default"}' if ours[name] is None else now
             problems.append(f"{text}; set model.args.{name} = {then}, or = {now} to change the positions of the model")
         else:
-            problems.append(f"{text}; set model.args.{name} = {then}")
+            more = ", or checkpoint.resize_vocabulary = true" if name == "vocab_size" else ""
+            problems.append(f"{text}; set model.args.{name} = {then}{more}")
     return problems, warnings
 
 
@@ -185,7 +237,8 @@ def _compare_tensors(
     """Returns how names, shapes and dtypes differ from those of the model."""
     wanted = sources_of(slices)
     stored = {folder.stored_as(name): part for name, ((_, part), *_) in wanted.items()}
-    missing = [name for name, part in stored.items() if name not in folder.entries and not part.is_copy]
+    needed = {name for name, part in stored.items() if not (part.is_copy or part.is_optional)}
+    missing = [name for name in stored if name in needed and name not in folder.entries]
     unknown = [name for name in folder.entries if name not in stored]
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
     leftover = partial(format_of(spec).is_leftover, args=args)

@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
         if config.job.dry_run or config.comm.mode == "fake_backend":
             os.environ["WORLD_SIZE"] = str(options.nproc_per_node * options.nnodes)
             os.execv(sys.executable, [sys.executable, "-m", options.train_file, *arguments])
+        _check(options)
         listen_address = _listen_address(options, interface=config.comm.interface)
     except argparse.ArgumentError as error:
         print_error(error.message)
@@ -71,16 +72,21 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     parser.add_argument("--nproc-per-node", type=_number("NGPU", low=1), required=True)
     parser.add_argument("--nnodes", type=_number("NNODES", low=1), default=1)
-    parser.add_argument("--node-rank", type=_number("NODE_RANK", low=0), default=0)
-    parser.add_argument("--master-addr", default="127.0.0.1")  # of node 0, which hosts the rendezvous
+    parser.add_argument("--node-rank", type=_number("NODE_RANK", low=0))
+    parser.add_argument("--master-addr")  # of node 0, which hosts the rendezvous
     parser.add_argument("--master-port", type=_number("MASTER_PORT", low=1, high=65535), default=29500)
     parser.add_argument("--log-rank", default="0")  # comma-separated local ranks shown on the console
     parser.add_argument("--log-folder", type=Path)
     parser.add_argument("--train-file", default=TRAIN)  # the module that each process runs
-    options, arguments = parser.parse_known_args(argv)
+    return parser.parse_known_args(argv)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """ArgumentError where an option does not suit the others, or this machine. A single node is node 0 on loopback."""
+    if options.nnodes == 1:
+        options.node_rank, options.master_addr = options.node_rank or 0, options.master_addr or LOOPBACK
     if problem := next(_problems(options), None):
         raise argparse.ArgumentError(None, problem)
-    return options, arguments
 
 
 def _number(name: str, *, low: int, high: int | None = None) -> Callable[[str], int]:
@@ -97,6 +103,12 @@ def _number(name: str, *, low: int, high: int | None = None) -> Callable[[str], 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
     """Yields problems with the combination of options, or with this machine."""
+    meanings = {
+        "node_rank": "the index of this node, from 0",
+        "master_addr": "the address of the node with NODE_RANK 0",
+    }
+    for name in (name for name in meanings if getattr(options, name) is None):
+        yield f"NNODES = {options.nnodes} and {name.upper()} is not set; set it to {meanings[name]}"
     if options.node_rank >= options.nnodes:
         yield f"NODE_RANK = {options.node_rank}: must be at most {options.nnodes - 1} with NNODES {options.nnodes}"
     ranks = [str(rank) for rank in range(options.nproc_per_node)]
@@ -287,8 +299,13 @@ def _log(text: str) -> None:
     sys.stderr.write(f"launch: {text}\n")
 
 
-if __name__ == "__main__":
+def launch(argv: list[str]) -> int:
+    """Does what this program does, given its options; returns the exit code."""
     guard_outputs()
-    if (code := main(sys.argv[1:])) == CONFIG_ERROR and (invalid_file := os.environ.get("INVALID_FILE")):
+    if (code := main(argv)) == CONFIG_ERROR and (invalid_file := os.environ.get("INVALID_FILE")):
         Path(invalid_file).touch()
-    sys.exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(launch(sys.argv[1:]))

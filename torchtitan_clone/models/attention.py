@@ -14,13 +14,14 @@ from torchtitan_clone.ops.attention import (
     AttentionMask,
     AttentionModule,
     OnHost,
+    document_starts,
     mask_device,
     mask_from,
     moved,
     visible_starts,
 )
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
-from torchtitan_clone.ops.layers import Linear, RMSNorm
+from torchtitan_clone.ops.layers import Linear, RMSNorm, RMSNormOfHeads
 from torchtitan_clone.ops.weight_use import MATRIX, WeightUses
 
 
@@ -29,13 +30,15 @@ class DocumentMask(nn.Module):
 
     def forward(
         self, documents_BT: OnHost | Tensor | None, positions_BT: Tensor, *, window: int | None = None,
-        chunk: int | None = None, dtype: torch.dtype = torch.float32,
+        chunk: int | None = None, recurrent: bool = False, dtype: torch.dtype = torch.float32,
     ) -> AttentionMask:  # fmt: skip
         """Returns the first token that each one attends to [B, T] for the CPU and for FlashAttention, on the CPU.
 
         Returns a BlockMask for FlexAttention, None for causal only. Of the positions of the rows' tokens only shape
-        and device matter; `dtype` is that of queries.
+        and device matter; `dtype` is that of queries. For `recurrent` layers: first tokens of documents, on the device.
         """
+        if recurrent:
+            return None if documents_BT is None else document_starts(moved(documents_BT, positions_BT.device))
         device = mask_device(positions_BT.device, dtype=dtype, window=window)
         documents_BT = None if documents_BT is None else moved(documents_BT, device)
         like_BT = torch.empty(positions_BT.shape, device=device)
@@ -67,48 +70,29 @@ class Sinks(nn.Module):
         return local_with_partial_grad(self.weight)
 
 
-class MeanSquare(nn.Module):
-    """Mean square of the features of all heads, [B, T, 1, 1] in fp32; tensor parallelism averages over the ranks."""
-
-    def forward(self, x_BTNH: Tensor) -> Tensor:
-        return x_BTNH.float().square().mean(dim=(-2, -1), keepdim=True)
-
-
-class RMSNormOfHeads(nn.RMSNorm):
-    """RMSNorm of all heads together: [B, T, N, H], with N H weights."""
-
-    def __init__(self, size: int, *, eps: float):
-        super().__init__(size, eps=eps)
-        self.mean_square = MeanSquare()
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.eps is not None
-        weight_NH = local_with_partial_grad(self.weight).unflatten(0, x.shape[2:])
-        return (x.float() * (self.mean_square(x) + self.eps).rsqrt() * weight_NH).type_as(x)
-
-
 class Attention(nn.Module):
     """Grouped-query attention. Source: arXiv 2305.13245, arXiv 2302.05442.
 
     `qk_norm_eps` adds an RMSNorm of q and k, of each head, or with `norm_all_heads` of all heads together; `bias` adds
-    one to each projection, `sinks` one logit to each head, `rotated_norm_eps` a norm without weight of rotated q and k.
+    one to q, k and v, `output_bias` to the result, `sinks` one logit to each head, `rotated_norm_eps` a norm without
+    weight of rotated q and k. `score_scale` multiplies the scores, in addition to 1 / sqrt(H).
     """
 
     WEIGHT_USES: ClassVar[WeightUses] = {f"{name}.weight": MATRIX for name in ("wq", "wk", "wv", "wo")}
 
     def __init__(
         self, *, dim: int, n_heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None = None,
-        norm_all_heads: bool = False, bias: bool = False, sinks: bool = False,
-        rotated_norm_eps: float | None = None,
+        norm_all_heads: bool = False, bias: bool = False, output_bias: bool = False, sinks: bool = False,
+        rotated_norm_eps: float | None = None, score_scale: float = 1.0, norm_class: type[RMSNorm] = RMSNorm,
     ):  # fmt: skip
         super().__init__()
         self.head_dim = head_dim
-        self.head_rows = dict.fromkeys(("wq", "wk", "wv"), head_dim)
+        self.head_rows: dict[str, int] = dict.fromkeys(("wq", "wk", "wv"), head_dim)
         """Rows of one head in each projection that computes heads."""
         self.wq = Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = Linear(dim, kv_heads * head_dim, bias=bias)
         self.wv = Linear(dim, kv_heads * head_dim, bias=bias)
-        self.wo = Linear(n_heads * head_dim, dim, bias=bias)
+        self.wo = Linear(n_heads * head_dim, dim, bias=output_bias)
 
         def build_norm(heads: int) -> nn.Module | None:
             if qk_norm_eps is None:
@@ -116,17 +100,22 @@ class Attention(nn.Module):
             return (
                 RMSNormOfHeads(heads * head_dim, eps=qk_norm_eps)
                 if norm_all_heads
-                else RMSNorm(head_dim, eps=qk_norm_eps)
+                else norm_class(head_dim, eps=qk_norm_eps)
             )
 
         self.q_norm = build_norm(n_heads)
         self.k_norm = build_norm(kv_heads)
         self.rotated_norm_eps = rotated_norm_eps
+        self.score_scale = score_scale
         self.sinks = Sinks(n_heads) if sinks else None
         self.core = CoreAttention()
 
     def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor:
-        """Returns [B, T, D]; infers the number of heads, because tensor parallelism shards the projections' outputs."""
+        """Returns [B, T, D]."""
+        return self.wo(self.heads(x_BTD, rope, mask))
+
+    def heads(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor:
+        """Returns the results of the heads [B, T, N H]; infers N, because tensor parallelism shards the projections."""
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -135,5 +124,6 @@ class Attention(nn.Module):
         q_BTNH, k_BTKH = apply_positions(q_BTNH, k_BTKH, rope)
         if self.rotated_norm_eps is not None:
             q_BTNH, k_BTKH = (F.rms_norm(x, (self.head_dim,), eps=self.rotated_norm_eps) for x in (q_BTNH, k_BTKH))
+        q_BTNH = q_BTNH * self.score_scale if self.score_scale != 1.0 else q_BTNH
         sinks_N = self.sinks() if self.sinks is not None else None
-        return self.wo(self.core(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N).flatten(-2))
+        return self.core(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N).flatten(-2)

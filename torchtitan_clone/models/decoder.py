@@ -5,7 +5,7 @@ Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms,
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, Self, cast, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torchtitan_clone.torch_compat import persistent_buffers
 LossFn = Callable[..., Tensor]
 """Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets.
 
-Batches with groups pass them too [B, T].
+Batches with groups pass them too [B, T]; `later=True` comes with targets later than the next token.
 """
 
 
@@ -51,6 +51,12 @@ class ModelArgs:
     rope_scaling: RopeScaling | None = None
     max_seq_len: Size = 131072
     tied_embeddings: bool = False
+    mup_base_dim: Annotated[int, Range(0, 2**20)] = 0
+    """Width at which settings were tuned, of which those of `dim` follow by muP, see models/mup.py; 0: none do."""
+    mup_base_head_dim: Annotated[int, Range(0, 2**20)] = 0
+    """Size of the heads at that width; 0: that of the heads here."""
+    has_mup: ClassVar[bool] = False
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     @property
     def head_dim(self) -> int:
@@ -80,6 +86,15 @@ class ModelArgs:
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """Numbers of heads that tensor parallelism shards, by argument."""
+        return {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads}
+
+    def scales(self) -> tuple[float, float]:
+        """Returns the factors of the embeddings, rounded to their dtype, and of the logits."""
+        return 1.0, 1.0
+
     def rope_args(self) -> RopeArgs:
         """Returns the rotary positions of all features of a head."""
         return RopeArgs(dim=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
@@ -91,6 +106,9 @@ class ModelArgs:
     def violations(self) -> list[str]:
         """Returns one sentence for each invalid value."""
         found = list(find_range_errors(self, at="model.args."))
+        if self.mup_base_dim and not self.has_mup:
+            rule = "muP is for llama3, qwen3 and qwen3_moe, whose widths it knows; set it to 0"
+            found.append(f"model.args.mup_base_dim = {self.mup_base_dim}: {rule}")
         if self.kv_heads >= 1 and self.n_heads % self.kv_heads:
             problem = f"n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; set n_kv_heads to a divisor"
             found.append(f"model.args: {problem}")
@@ -99,17 +117,6 @@ class ModelArgs:
                 f"model.args.rope_theta = {self.rope_theta}: must be above 1 with YaRN; set for example 10000.0"
             )
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizedHeads(ModelArgs):
-    """Arguments of a model whose heads have a given size instead of dim / n_heads."""
-
-    head_dim: Width = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
-
-    def violations(self) -> list[str]:
-        odd = [f"model.args.head_dim = {self.head_dim} must be even, for rotary positions"] if self.head_dim % 2 else []
-        return super().violations() + odd
 
 
 @runtime_checkable
@@ -124,9 +131,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, args: ModelArgs, *, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
-        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = args.norm_class(args.dim, eps=args.norm_eps)
         self.attention = attention
-        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = args.norm_class(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
     def forward(
@@ -144,6 +151,7 @@ class OutputProjection(nn.Module):
 
     def __init__(self, args: ModelArgs):
         super().__init__()
+        _, self.scale = args.scales()
         self.weight = nn.Parameter(torch.empty(args.vocab_size, args.dim))
         nn.init.normal_(self.weight, std=args.dim**-0.5)
 
@@ -155,11 +163,13 @@ class OutputProjection(nn.Module):
 
         `groups_BT` are those of the next tokens: losses of later ones are summed by no group.
         """
+        if self.scale != 1.0:
+            hidden_BTD, later = hidden_BTD * self.scale, [(hidden * self.scale, targets) for hidden, targets in later]
         if loss_fn is None or targets_BT is None:
             return F.linear(hidden_BTD, self.weight)
         groups = () if groups_BT is None else (groups_BT,)
         losses = [loss_fn(hidden_BTD, self.weight, targets_BT, *groups)]
-        losses += [loss_fn(hidden, self.weight, targets) for hidden, targets in later]
+        losses += [loss_fn(hidden, self.weight, targets, later=True) for hidden, targets in later]
         return torch.stack(losses) if later else losses[0]
 
 
@@ -187,18 +197,20 @@ class Decoder(nn.Module):
         self.tok_embeddings = Embedding(args.vocab_size, args.dim)
         self.attention_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(i): build_block(args, i) for i in range(args.n_layers + args.mtp_depth)})
-        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = args.norm_class(args.dim, eps=args.norm_eps)
         self.output = OutputProjection(args)
         if args.tied_embeddings:
             self.output.weight = cast("nn.Parameter", self.tok_embeddings.weight)
         # By number, which torch.compile can trace: the distinct settings, and those of each layer.
         kinds = args.layer_kinds()
         settings = list(dict.fromkeys(kind.positions for kind in kinds))
-        self._limits = list(dict.fromkeys((kind.window, kind.chunk) for kind in kinds))
-        self._kinds = [
-            (settings.index(kind.positions), self._limits.index((kind.window, kind.chunk))) for kind in kinds
-        ]
+        self._limits = list(dict.fromkeys(kind.limits for kind in kinds))
+        self._kinds = [(settings.index(kind.positions), self._limits.index(kind.limits)) for kind in kinds]
         self.rotary = nn.ModuleList(Rotary(setting) for setting in settings)
+        if args.mup_base_dim:
+            from torchtitan_clone.models.mup import scale_results
+
+            scale_results(self, args)
         self.init_buffers()
 
     def init_buffers(self, device: torch.device | None = None) -> None:
@@ -233,8 +245,8 @@ class Decoder(nn.Module):
         later_BKT = [] if mtp_targets_BKT is None else list(mtp_targets_BKT.unbind(1))
         h_BTD, *embedded = self._embed(tokens_BT, targets_BT, later_BKT)
         masks = [
-            self.attention_mask(documents_BT, positions_BT, window=window, chunk=chunk, dtype=h_BTD.dtype)
-            for window, chunk in self._limits
+            self.attention_mask(documents_BT, positions_BT, window=w, chunk=c, recurrent=recurrent, dtype=h_BTD.dtype)
+            for w, c, recurrent in self._limits
         ]
         contexts = [(ropes[rope], masks[mask]) for rope, mask in self._kinds]
         if self.auxiliary and sums_A is None:
@@ -259,15 +271,18 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens_BT: Tensor, targets_BT: Tensor | None, later_BKT: list[Tensor]) -> Sequence[Tensor]:
         """Returns the embeddings of the tokens and of those that each depth reads, or the same of the stage before."""
-        if not later_BKT:
-            return [tokens_BT if self.tok_embeddings is None else self.tok_embeddings(tokens_BT)]
         if self.tok_embeddings is None:
-            return tokens_BT.chunk(1 + len(later_BKT))
-        assert targets_BT is not None
-        # In one call, for which FSDP gathers the weight. Where a document ends, token 0 stands for the next one: what
-        # reads it has no target.
-        tokens = torch.cat((tokens_BT, targets_BT, *later_BKT[:-1])).clamp_min(0)
-        return self.tok_embeddings(tokens).chunk(1 + len(later_BKT))
+            return tokens_BT.chunk(1 + len(later_BKT)) if later_BKT else [tokens_BT]
+        tokens = tokens_BT
+        if later_BKT:
+            assert targets_BT is not None
+            # In one call, for which FSDP gathers the weight. Where a document ends, token 0 stands for the next one:
+            # what reads it has no target.
+            tokens = torch.cat((tokens_BT, targets_BT, *later_BKT[:-1])).clamp_min(0)
+        out = self.tok_embeddings(tokens)
+        if (scale := self.args.scales()[0]) != 1.0:
+            out = out * out.new_full((), scale)
+        return out.chunk(1 + len(later_BKT)) if later_BKT else [out]
 
     def _run_layer(self, name: str, *inputs: object, sums_A: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Returns the hidden states of a layer, and the sums with those of its terms added."""

@@ -16,14 +16,23 @@ class LayerKind:
     chunk: int | None = None
     """A token attends to the tokens before it that are in its chunk: documents are divided into chunks of this size,
     from their first token on, so that a document's result does not depend on what is packed before it."""
+    recurrent: int | None = None
+    """A token sees a state instead of others; attention to so many tokens has as many FLOPs as the state's products."""
+
+    @property
+    def limits(self) -> tuple[int | None, int | None, bool]:
+        """What a token sees of its document: a window, a chunk, or a state."""
+        return self.window, self.chunk, self.recurrent is not None
 
     def attended_tokens(self, seq_len: int) -> int:
         """Returns the most tokens that one token attends to."""
-        return min(seq_len, self.window or seq_len, self.chunk or seq_len)
+        return self.recurrent or min(seq_len, self.window or seq_len, self.chunk or seq_len)
 
     def mean_attended_tokens(self, seq_len: int) -> float:
         """Returns how many tokens one token attends to on average, in a sequence that is one document."""
         most = self.attended_tokens(seq_len)
+        if self.recurrent:
+            return most
         if self.chunk and most == self.chunk:
             return most / 2
         return most * (1 - most / (2 * seq_len))

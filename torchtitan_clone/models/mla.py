@@ -4,18 +4,22 @@ Legend: B batch, T tokens, t tokens of this rank in sequence parallelism, D mode
 C dimensions of a head without positions, R those with rotary positions, V dimensions of a value.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_clone.config.schema_training import Range
 from torchtitan_clone.models.attention import CoreAttention
-from torchtitan_clone.models.rope import rotate
+from torchtitan_clone.models.composed import ComposedArgs
+from torchtitan_clone.models.decoder import ModelArgs, Width
+from torchtitan_clone.models.plan import Styles, latent_attention_styles, without_attention
+from torchtitan_clone.models.rope import rotate, scale_queries
 from torchtitan_clone.ops.attention import AttentionMask
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
-from torchtitan_clone.ops.layers import Linear, RMSNorm
+from torchtitan_clone.ops.layers import Linear, RMSNorm, TokenLinear
 from torchtitan_clone.ops.weight_use import LATENT, MATRIX, WeightUses
 
 LATENT_NORM_EPS = 1e-6
@@ -40,11 +44,83 @@ class LatentSizes:
         return self.nope + self.rope
 
 
-class TokenLinear(nn.Linear):
-    """A projection that each tensor-parallel rank computes for its own tokens, with the complete weight."""
+@dataclass(frozen=True, kw_only=True)
+class LatentArgs(ModelArgs):
+    """Arguments of a model with latent attention."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, local_with_partial_grad(self.weight))
+    kv_lora_rank: Width = 512
+    qk_nope_head_dim: Width = 128
+    qk_rope_head_dim: Width = 64
+    v_head_dim: Width = 128
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head with rotary positions."""
+        return self.qk_rope_head_dim
+
+    @property
+    def attention_dim(self) -> float:
+        return (self.latent_sizes.qk + self.v_head_dim) / 2
+
+    @property
+    def latent_sizes(self) -> LatentSizes:
+        return LatentSizes(
+            q_latent=0, kv_latent=self.kv_lora_rank, nope=self.qk_nope_head_dim, rope=self.qk_rope_head_dim,
+            value=self.v_head_dim,
+        )  # fmt: skip
+
+    def violations(self) -> list[str]:
+        errors = super().violations()
+        if self.n_kv_heads not in (None, self.n_heads):
+            errors.append(
+                f"model.args.n_kv_heads = {self.n_kv_heads}: latent attention has as many as n_heads; unset it"
+            )
+        if self.v_head_dim > self.latent_sizes.qk:
+            rule = f"must be at most qk_nope_head_dim + qk_rope_head_dim = {self.latent_sizes.qk}"
+            errors.append(f"model.args.v_head_dim = {self.v_head_dim}: {rule}")
+        return errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryLatentArgs(LatentArgs, ComposedArgs):
+    """Arguments of a model whose queries have a latent too, and whose scores YaRN scales."""
+
+    q_lora_rank: Annotated[int, Range(0, 2**24)] = 1536
+    """Size of the latent of queries; 0: they are computed from the hidden states."""
+
+    @property
+    def latent_sizes(self) -> LatentSizes:
+        return replace(super().latent_sizes, q_latent=self.q_lora_rank)
+
+    @property
+    def score_scale(self) -> float:
+        """Returns the factor of the attention scores by which YaRN counters longer contexts."""
+        scaling = self.rope_scaling
+        return scaling.growth(scaling.mscale_all_dim) ** 2 if scaling and scaling.rope_type == "yarn" else 1.0
+
+    def build_attention(self, layer: int) -> nn.Module:
+        return LatentAttention(self.latent_sizes, dim=self.dim, n_heads=self.n_heads, score_scale=self.score_scale)
+
+    def styles(self) -> Styles:
+        latent = latent_attention_styles(has_query_latent=self.q_lora_rank > 0)
+        return without_attention(super().styles()) | latent
+
+    def violations(self) -> list[str]:
+        errors = super().violations()
+        if self.qk_rope_head_dim % 2:
+            errors.append(f"model.args.qk_rope_head_dim = {self.qk_rope_head_dim} must be even, for rotary positions")
+        if (scaling := self.rope_scaling) is not None and scaling.mscale_all_dim and not scaling.mscale:
+            rule = "the format of the hub has it only with mscale; set both or none"
+            errors.append(f"model.args.rope_scaling.mscale_all_dim = {scaling.mscale_all_dim}: {rule}")
+        return errors
+
+
+Rotation = tuple[Tensor, ...] | None
+"""Cosines, sines, and where there is one the factor of queries; None: the key that heads share has no positions."""
+
+
+def _rotated(x_BTNR: Tensor, rope: Rotation) -> Tensor:
+    return x_BTNR if rope is None else rotate(x_BTNR, *rope[:2])
 
 
 class LatentAttention(nn.Module):
@@ -78,24 +154,25 @@ class LatentAttention(nn.Module):
         self.wo = Linear(n_heads * sizes.value, dim, bias=False)
         self.core = CoreAttention()
 
-    def forward(self, x_BtD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+    def forward(self, x_BtD: Tensor, rope: Rotation, mask: AttentionMask) -> Tensor:
         """Returns [B, t, D]; infers the number of heads, because tensor parallelism shards the projections' outputs."""
         q_BTNH = self.queries(x_BtD, rope)
         return self.attend(q_BTNH, *self.latents(x_BtD, rope), mask)
 
-    def queries(self, x_BtD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def queries(self, x_BtD: Tensor, rope: Rotation) -> Tensor:
         """Returns the queries of all heads [B, T, N, H], with positions."""
         sizes = self.sizes
         q_BTD = self.wq_b(self.q_norm(self.wq_a(x_BtD))) if sizes.q_latent else self.wq(x_BtD)
         q_BTNC, q_BTNR = q_BTD.unflatten(-1, (-1, sizes.qk)).split((sizes.nope, sizes.rope), dim=-1)
-        q_BTNH = torch.cat((q_BTNC, rotate(q_BTNR, *rope)), dim=-1)
-        return q_BTNH * self.score_scale if self.score_scale != 1.0 else q_BTNH
+        q_BTNH = torch.cat((q_BTNC, _rotated(q_BTNR, rope)), dim=-1)
+        q_BTNH = q_BTNH * self.score_scale if self.score_scale != 1.0 else q_BTNH
+        return q_BTNH if rope is None else scale_queries(q_BTNH, *rope[2:])
 
-    def latents(self, x_BtD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def latents(self, x_BtD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Returns the normalized latents [B, t, L], and the key that all heads share [B, T, 1, R]."""
         kv_BtL, key_BtR = self.wkv_a(x_BtD).split((self.sizes.kv_latent, self.sizes.rope), dim=-1)
         # Every rank has some of the heads: the gradient of their shared key is the sum over the ranks.
-        return self.kv_norm(kv_BtL), rotate(local_with_partial_grad(self.shared_key(key_BtR))[:, :, None], *rope)
+        return self.kv_norm(kv_BtL), _rotated(local_with_partial_grad(self.shared_key(key_BtR))[:, :, None], rope)
 
     def attend(self, q_BTNH: Tensor, latent_BtL: Tensor, key_BT1R: Tensor, mask: AttentionMask) -> Tensor:
         """Returns [B, t, D]: attention over the keys and values of these latents."""

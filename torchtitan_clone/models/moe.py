@@ -4,6 +4,7 @@ Source: arXiv 1701.06538; top-k of sigmoid scores in groups, and scores without 
 Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K experts of a token, G groups.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -18,6 +19,7 @@ from torchtitan_clone.interfaces import RowShards, TokenExchange
 from torchtitan_clone.models.balancing import (
     BATCH,
     SEQUENCE,
+    ExpertLoads,
     TokenCounter,
     Z,
     auxiliary_sums,
@@ -26,7 +28,7 @@ from torchtitan_clone.models.balancing import (
 from torchtitan_clone.models.decoder import Hidden, ModelArgs
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.grouped_mm import grouped_mm, rows_of_groups
-from torchtitan_clone.ops.layers import SwiGLU
+from torchtitan_clone.ops.layers import SwiGLU, TokenLinear
 from torchtitan_clone.ops.permutation import Permute, inverse
 from torchtitan_clone.ops.weight_use import LAST, MATRIX, REPLICATED, VECTOR, WeightUses
 
@@ -44,6 +46,8 @@ class MoEArgs:
     """Hidden size of an expert."""
     num_shared_experts: Annotated[int, Range(0, 4096)] = 0
     """Size of the feed-forward that every token passes, in experts."""
+    shared_gate: bool = False
+    """Whether the results of shared experts are multiplied by sigmoid(w x), one number for each token."""
     score_func: Literal["softmax", "sigmoid"] = "softmax"
     normalize_scores: bool = True
     """Whether the scores of a token's experts are divided by their sum."""
@@ -79,6 +83,8 @@ class MoEArgs:
         where = "model.args.moe"
         if any(find_range_errors(self, at="")):  # the model's arguments report them
             return []
+        if self.shared_gate and not self.num_shared_experts:
+            return [f"{where}.shared_gate = true: needs shared experts; set num_shared_experts to 1 or more"]
         if self.num_experts % self.num_groups:
             rule = "must divide num_experts; set a divisor"
             return [f"{where}.num_groups = {self.num_groups}: {rule} of {self.num_experts}"]
@@ -184,6 +190,14 @@ class Router(nn.Module):
         return (slots_TK % experts).to(scores_BTE.device).expand(rows, -1, -1)
 
 
+def build_loads(modules: Mapping[str, nn.Module], *, parameters: Mapping[str, Tensor]) -> ExpertLoads:
+    """Returns the tokens by expert of all routers, given the modules of this rank and the parameters of all ranks."""
+    suffix = ".router.weight"
+    sizes = {name.removesuffix(".weight"): len(weight) for name, weight in parameters.items() if name.endswith(suffix)}
+    routers = {name: module for name, module in modules.items() if isinstance(module, Router)}
+    return ExpertLoads(routers=routers, sizes=sizes)
+
+
 def force_load_balance(model: nn.Module) -> None:
     """Lets the tokens of each row take the experts in turn, whatever their scores: for benchmarks and debugging."""
     for module in model.modules():
@@ -275,18 +289,24 @@ def clamped_swiglu(gate: Tensor, up: Tensor, *, limit: float, alpha: float = 1.7
 class MoE(nn.Module):
     """A feed-forward layer of experts, chosen by a router, and of shared experts that process every token."""
 
+    WEIGHT_USES: ClassVar[WeightUses] = {"shared_gate.weight": REPLICATED}
+
     def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
         self.router = Router(args, dim=dim)
         self.experts = Experts(args, dim=dim)
         shared = args.num_shared_experts * args.hidden_dim
         self.shared_experts = SwiGLU(dim=dim, hidden_dim=shared) if shared else None
+        self.shared_gate = TokenLinear(dim, 1, bias=False) if args.shared_gate else None
 
     def forward(self, x_BTD: Tensor, is_context_BT: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Returns [B, T, D], and with auxiliary losses the sums [A] of their terms."""
         scores_BTK, experts_BTK, sums_A = self.router(x_BTD, is_context_BT)
         out_BTD = self.experts(x_BTD, scores_BTK, experts_BTK)
-        out_BTD = out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
+        if self.shared_experts is not None:
+            shared_BTD = self.shared_experts(x_BTD)
+            gate_BT1 = None if self.shared_gate is None else self.shared_gate(x_BTD).sigmoid()
+            out_BTD = out_BTD + (shared_BTD if gate_BT1 is None else shared_BTD * gate_BT1)
         return out_BTD if sums_A is None else (out_BTD, sums_A)
 
 

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config.schema_training import Range
+from torchtitan_clone.interfaces import MTP_LOSS
 from torchtitan_clone.models.decoder import ModelArgs, TransformerBlock
-from torchtitan_clone.models.mla import TokenLinear
 from torchtitan_clone.models.moe import MoEModelArgs
 from torchtitan_clone.models.rope import Positions
 from torchtitan_clone.ops.attention import AttentionMask
-from torchtitan_clone.ops.layers import RMSNorm
+from torchtitan_clone.ops.layers import RMSNorm, TokenLinear
 from torchtitan_clone.ops.weight_use import REPLICATED, WeightUses
-
-MTP_LOSS = "mtp_loss"
-"""Name of the auxiliary terms, before the number of the depth."""
 
 
 @dataclass(frozen=True, kw_only=True)

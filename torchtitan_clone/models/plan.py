@@ -4,7 +4,7 @@ parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +22,14 @@ from torchtitan_clone.ops.layers import Linear
 from torchtitan_clone.ops.token_shards import gather_tokens, sum_and_shard_tokens
 from torchtitan_clone.torch_compat import ModuleStyle
 
+if TYPE_CHECKING:
+    from torchtitan_clone.models.moe import MoEArgs
 
-def decoder_styles() -> dict[str, ParallelStyle]:
+Styles = dict[str, ParallelStyle]
+"""Styles by module name."""
+
+
+def decoder_styles() -> Styles:
     """Returns styles for embedding, norms, attention and SwiGLU, by module name."""
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -46,8 +52,34 @@ def qk_norm_styles() -> dict[str, ParallelStyle]:
     return {"layers.*.attention.q_norm": REPLICATED, "layers.*.attention.k_norm": REPLICATED}
 
 
-def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyle]:
-    """Returns styles for multi-head latent attention, instead of those of attention with this prefix.
+def gated_attention_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for attention with a gate, instead of those of attention."""
+    return {"layers.*.attention": ColwiseGather("wq", "wk", "wv", "wg")}
+
+
+def delta_net_styles(layers: Iterable[int]) -> dict[str, ParallelStyle]:
+    """Returns styles for the linear attention of these layers, of which a rank has some heads."""
+    return _delta_styles(layers, "wg", "wa")
+
+
+def kimi_delta_styles(layers: Iterable[int]) -> dict[str, ParallelStyle]:
+    """Returns styles for Kimi Delta Attention in these layers; each rank computes the latents of all tokens."""
+    latents: dict[str, ParallelStyle] = {f"layers.*.attention.{name}.a": REPLICATED for name in ("wg", "wa")}
+    return _delta_styles(layers, "wg.b", "wa.b") | latents
+
+
+def _delta_styles(layers: Iterable[int], *projections: str) -> dict[str, ParallelStyle]:
+    styles: dict[str, ParallelStyle] = {
+        f"layers.*.attention.{name}": Distributed(Shard(0)) for name in ("q_conv", "k_conv", "v_conv", "decay")
+    }
+    for layer in layers:
+        styles[f"layers.{layer}.attention"] = ColwiseGather("wq", "wk", "wv", "wb", *projections)
+        styles[f"layers.{layer}.attention.wo"] = RowwiseScatter()
+    return styles | {"layers.*.attention.norm": REPLICATED}
+
+
+def latent_attention_styles(*, has_query_latent: bool, layer: int | str = "*") -> dict[str, ParallelStyle]:
+    """Returns styles for multi-head latent attention of one layer or all, instead of those of attention.
 
     Each rank computes the latents of its own tokens; the latents are gathered, which are smaller than hidden states.
     """
@@ -62,7 +94,12 @@ def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyl
         ),
         "wo": RowwiseScatter(),
     }
-    return {f"layers.*.attention.{name}": style for name, style in styles.items()}
+    return {f"layers.{layer}.attention.{name}": style for name, style in styles.items()}
+
+
+def without_attention(styles: Styles) -> Styles:
+    """Returns the styles of what is not attention."""
+    return {name: style for name, style in styles.items() if name.split(".")[2:3] != ["attention"]}
 
 
 def heads_norm_styles() -> dict[str, ParallelStyle]:
@@ -83,13 +120,15 @@ def prediction_styles() -> dict[str, ParallelStyle]:
     return {f"layers.*.{name}": style for name, style in styles.items()}
 
 
-def moe_styles(*, has_shared_experts: bool, dense_layers: Iterable[int] = ()) -> dict[str, ParallelStyle]:
+def moe_styles(moe: "MoEArgs", *, dense_layers: Iterable[int] = ()) -> Styles:
     """Returns styles for a decoder whose feed-forward is a mixture of experts, except in `dense_layers`."""
     feed_forward = "layers.*.feed_forward"
     styles = {name: style for name, style in decoder_styles().items() if not name.startswith(feed_forward)}
     styles |= {f"{feed_forward}.router": REPLICATED, f"{feed_forward}.experts": HiddenSharded()}
-    if has_shared_experts:
+    if moe.num_shared_experts:
         styles |= _feed_forward_styles(f"{feed_forward}.shared_experts")
+    if moe.shared_gate:
+        styles[f"{feed_forward}.shared_gate"] = REPLICATED
     for layer in dense_layers:
         styles |= _feed_forward_styles(feed_forward.replace("*", str(layer)))
     return styles

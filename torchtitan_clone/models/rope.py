@@ -15,20 +15,20 @@ from torch.autograd.function import FunctionCtx
 from torchtitan_clone.config.schema_training import Range, Size
 
 Factor = Annotated[float, Range(1e-6, 1e6)]
-Positions = tuple[Tensor, Tensor] | Tensor | None
-"""What attention does with positions: rotates q and k by cosines and sines [B, T, 1, R], or multiplies q by a factor
-[B, T, 1, 1], or nothing."""
+Positions = tuple[Tensor, ...] | Tensor | None
+"""What attention does with positions: rotates q and k by cosines and sines [B, T, 1, R], then multiplies q by a factor
+[B, T, 1, 1] if one follows them; or multiplies q only; or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Stretches the long wavelengths by `factor`, for contexts longer than in pretraining.
 
-    "llama3" reads the fields with freq in their name, "yarn" those from `beta_fast` on, "default" none: it unsets the
-    scaling of a flavor. Source: arXiv 2407.21783, arXiv 2309.00071.
+    "linear" stretches all by `factor`. "llama3" reads the fields with freq in their name, "yarn" those from `beta_fast`
+    on, "default" none: it unsets the scaling of a flavor. Source: arXiv 2306.15595, arXiv 2407.21783, arXiv 2309.00071.
     """
 
-    rope_type: Literal["default", "llama3", "yarn"] = "llama3"
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "llama3"
     factor: Factor = 8.0
     low_freq_factor: Factor = 1.0
     high_freq_factor: Factor = 4.0
@@ -56,6 +56,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Factor of queries: 1 + scale ln(1 + floor((position + first) / floor)).
+
+    Source: arXiv 2501.19399.
+    """
+
+    scale: float = 0.1
+    floor: int = 8192
+    first: int = 1
+    """Number of a document's first token."""
+
+    def factors(self, positions_BT: Tensor) -> Tensor:
+        """Returns [B, T, 1, 1], fp32."""
+        steps_BT = ((positions_BT + self.first) // self.floor).float()
+        return (1 + self.scale * steps_BT.log1p())[..., None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeArgs:
     """Rotary positions of a kind of layers."""
 
@@ -63,17 +81,7 @@ class RopeArgs:
     """Rotated features of each head, the first ones: even, and at most the head's."""
     theta: float
     scaling: RopeScaling | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueryScale:
-    """Factor of the queries of layers without rotary positions: 1 + scale ln(1 + floor((position + 1) / floor)).
-
-    Source: arXiv 2501.19399.
-    """
-
-    scale: float = 0.1
-    floor: int = 8192
+    query_scale: QueryScale | None = None
 
 
 class Rotary(nn.Module):
@@ -97,10 +105,10 @@ class Rotary(nn.Module):
         if self.args is None:
             return None
         if isinstance(self.args, QueryScale):
-            steps_BT = ((positions_BT + 1) // self.args.floor).float()
-            return (1 + self.args.scale * steps_BT.log1p())[..., None, None]
-        scaling = self.args.scaling
-        return cos_sin(positions_BT, self.inv_freq, magnitude=scaling.magnitude() if scaling is not None else 1.0)
+            return self.args.factors(positions_BT)
+        scaling, query_scale = self.args.scaling, self.args.query_scale
+        rope = cos_sin(positions_BT, self.inv_freq, magnitude=scaling.magnitude() if scaling is not None else 1.0)
+        return rope if query_scale is None else (*rope, query_scale.factors(positions_BT))
 
 
 def inverse_frequencies(dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
@@ -109,6 +117,8 @@ def inverse_frequencies(dim: int, *, theta: float, scaling: RopeScaling | None, 
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:
         return inv_freq
+    if scaling.rope_type == "linear":
+        return inv_freq / scaling.factor
     if scaling.rope_type == "yarn":
         stretched = _stretched_share(dim, theta=theta, scaling=scaling).to(device)
         return inv_freq / scaling.factor * stretched + inv_freq * (1 - stretched)
@@ -188,5 +198,13 @@ def apply_positions(q_BTNH: Tensor, k_BTKH: Tensor, positions: Positions) -> tup
     if positions is None:
         return q_BTNH, k_BTKH
     if isinstance(positions, Tensor):
-        return (q_BTNH * positions).type_as(q_BTNH), k_BTKH
-    return rotate(q_BTNH, *positions), rotate(k_BTKH, *positions)
+        return scale_queries(q_BTNH, positions), k_BTKH
+    cos_BT1R, sin_BT1R, *factors = positions
+    return scale_queries(rotate(q_BTNH, cos_BT1R, sin_BT1R), *factors), rotate(k_BTKH, cos_BT1R, sin_BT1R)
+
+
+def scale_queries(q_BTNH: Tensor, *factors_BT11: Tensor) -> Tensor:
+    """Returns queries times the factor of their positions, if there is one."""
+    for factor_BT11 in factors_BT11:
+        q_BTNH = (q_BTNH * factor_BT11).type_as(q_BTNH)
+    return q_BTNH

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.checks import find_unknown_flavor
 from torchtitan_clone.config.schema_training import Model
-from torchtitan_clone.interfaces import KeptOperations, TensorPlan
+from torchtitan_clone.interfaces import Constant, KeptOperations, TensorPlan
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers an operator
@@ -67,6 +67,10 @@ _SCALED_BY_DEPTH = (
 )  # fmt: skip
 
 
+InitialValues = float | Constant | Callable[[Tensor], Tensor] | None
+"""The deviation of normal values, what all are, or a function of values with deviation 1; None: all are one."""
+
+
 def initial_std(args: ModelArgs, name: str) -> float | None:
     """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
     if "norm" in name:
@@ -100,8 +104,8 @@ class ModelSpec:
     """
     related: tuple[str, ...] = ()
     """Names of families whose flavors this name has too, as in torchtitan."""
-    initial_std: Callable[[Any, str], float | None] = initial_std
-    """Standard deviation of the initial values of the parameter of a name; None: they are one."""
+    initial_std: Callable[[Any, str], InitialValues] = initial_std
+    """How the initial values of the parameter of a name are drawn."""
     layer_flops: LayerFlops = layer_flops
     kept_operations: KeptOperations = KEPT
     convert: ConvertModel | None = None
@@ -116,6 +120,22 @@ class ModelSpec:
         args = overlay(self.flavors[model.flavor], model.args, where="model.args")
         is_unset = args.rope_scaling is not None and args.rope_scaling.rope_type == "default"
         return replace(args, rope_scaling=None) if is_unset else args
+
+    def std_of(self, args: Any) -> Callable[[str], InitialValues]:
+        """Returns initial_std() of these arguments, scaled by their width where they ask for it."""
+        if not args.mup_base_dim:
+            return partial(self.initial_std, args)
+        from torchtitan_clone.models.mup import scaled_std
+
+        return scaled_std(args, self.initial_std)
+
+    def lr_factor(self, args: Any) -> Callable[[str], float] | None:
+        """Returns what the learning rate of a parameter under Adam is multiplied by, by its name; None: nothing."""
+        if not args.mup_base_dim:
+            return None
+        from torchtitan_clone.models.mup import lr_factor
+
+        return partial(lr_factor, args)
 
     def state_on_meta(self, args: Any) -> dict[str, Tensor]:
         """Returns parameters and persistent buffers by name, without values; a tied weight comes once."""

@@ -297,7 +297,7 @@ _GROUPS = (
     (r".*seconds", "time_metrics"),
     (r".*_per_second|mfu_percent", "throughput"),
     (r"memory_gib", "memory"),
-    (r"grad_norm|lr|skipped_steps", "optimizer"),
+    (r"grad_norm|lr|skipped_steps|clipped_share", "optimizer"),
 )
 """Groups of TensorBoard's tags by the names of columns, as torchtitan names them where it has them."""
 

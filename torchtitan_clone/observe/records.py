@@ -13,6 +13,7 @@ from torchtitan_clone.observe.logging import logger
 
 SAVED = "checkpoint saved"
 RECOVERED = "recovered from another replica group"
+REWOUND = "rewound after spikes"
 """Events of metrics.jsonl that the report marks."""
 STARTS_FILE = "starts.jsonl"
 """One line for each start of the run: when, after which step, the last sign of life before, and the environment."""

@@ -44,7 +44,7 @@ class _QueryBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Block:
+class Block:
     """A block of queries with keys to which some of them attend."""
 
     queries: _QueryBlock
@@ -142,7 +142,7 @@ def merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: T
     lse_BTN.copy_(lse)
 
 
-def _cut(block: _Block, qkv: QKV) -> list[Tensor]:
+def _cut(block: Block, qkv: QKV) -> list[Tensor]:
     """Returns the block's queries [B, N, t, H], keys and values [B, K, s, H]."""
     places = (block.queries.place, block.place, block.place)
     return [x[block.queries.rows, place].transpose(1, 2) for x, place in zip(qkv, places, strict=True)]
@@ -150,7 +150,7 @@ def _cut(block: _Block, qkv: QKV) -> list[Tensor]:
 
 def _biased_blocks(
     queries: Queries, keys: Spans, segments: Segments | None, *, like: Tensor
-) -> Iterator[tuple[_Block, Tensor | None]]:
+) -> Iterator[tuple[Block, Tensor | None]]:
     """Yields all blocks that segments do not cover, each with what is added to its scores."""
     if torch_compat.is_fake(like) and like.device.type == "cpu":
         return  # a simulated run computes nothing
@@ -159,11 +159,11 @@ def _biased_blocks(
     else:
         starts_BT = queries.starts_BT
         on_device_BT = None if starts_BT is None else copied(starts_BT, like.device)
-        blocks = _blocks(queries.spans, keys, starts_BT, like=like)
+        blocks = key_blocks(queries.spans, keys, starts_BT, like=like)
         yield from ((block, _bias(block, on_device_BT, like=like)) for block in blocks)
 
 
-def _earlier_blocks(queries: Spans, keys: Spans, segments: Segments) -> Iterator[_Block]:
+def _earlier_blocks(queries: Spans, keys: Spans, segments: Segments) -> Iterator[Block]:
     """Yields the first segment of each span with all keys of an earlier span that it sees.
 
     keys     [ earlier span ]      [ span of the queries     ]
@@ -176,10 +176,10 @@ def _earlier_blocks(queries: Spans, keys: Spans, segments: Segments) -> Iterator
             for key_offset, earlier in placed(keys):
                 seen = range(max(earlier.start, start), earlier.stop)
                 if earlier.stop <= span.start and seen:
-                    yield _Block(queries=block, index=seen, place=_shifted(seen, key_offset - earlier.start))
+                    yield Block(queries=block, index=seen, place=_shifted(seen, key_offset - earlier.start))
 
 
-def _blocks(queries: Spans, keys: Spans, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
+def key_blocks(queries: Spans, keys: Spans, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[Block]:
     """Yields all blocks that are not fully masked, those of the same queries one after another."""
     most_queries, most_keys = _BLOCK_SIZES[like.device.type]
     # Rows have different masks, which matters only with more than one block of queries. Of several rows, CUDA's kernel
@@ -191,7 +191,7 @@ def _blocks(queries: Spans, keys: Spans, starts_BT: Tensor | None, *, like: Tens
             stop = min(span.stop, block.index.stop)
             for first in range(max(span.start, block.sees_from), stop, most_keys):
                 index = range(first, min(first + most_keys, stop))
-                yield _Block(queries=block, index=index, place=_shifted(index, offset - span.start))
+                yield Block(queries=block, index=index, place=_shifted(index, offset - span.start))
 
 
 def _query_blocks(queries: Spans, starts_BT: Tensor | None, *, rows: list[slice], most: int) -> Iterator[_QueryBlock]:
@@ -211,7 +211,7 @@ def _shifted(index: range, by: int) -> slice:
     return slice(index.start + by, index.stop + by)
 
 
-def _bias(block: _Block, starts_BT: Tensor | None, *, like: Tensor) -> Tensor | None:
+def _bias(block: Block, starts_BT: Tensor | None, *, like: Tensor) -> Tensor | None:
     """Returns what is added to the scores [B or 1, 1, t, s]; None where every query attends to all earlier keys."""
     if block.is_full or block.is_triangle:
         return None

@@ -2,7 +2,7 @@
 
 On a CPU their functions of autograd keep and pass over less memory than torch's. Of a weight that is a DTensor each
 rank computes with its shard, if the input is a plain tensor.
-Legend: B batch, T tokens, D features or model, N rows, I input and O output features.
+Legend: B batch, T tokens, D features or model, N rows or heads, H head dim, I input and O output features.
 """
 
 from typing import ClassVar
@@ -67,8 +67,6 @@ def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> T
             return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
         return torch.addmm(total_OI, grad_NO.T, x_NI, out_dtype=torch.float32, out=total_OI)
     kernels = _faster_grad(grad_NO, x_NI)
-    if kernels is not None and grad_NO.dtype == torch.bfloat16 and total_OI is None:
-        total_OI = grad_NO.new_zeros(grad_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
     if total_OI is None:
         return _weight_grad(grad_NO, x_NI).float()
     if kernels is not None:
@@ -119,6 +117,13 @@ class Linear(nn.Linear):
         return out if bias is None else out + bias
 
 
+class TokenLinear(nn.Linear):
+    """A projection that each tensor-parallel rank computes for its own tokens, with the complete weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, local_with_partial_grad(self.weight))
+
+
 class _Gated(torch.autograd.Function):
     """silu(gate) * x; keeps both for backward, and computes silu(gate) again."""
 
@@ -134,6 +139,15 @@ class _Gated(torch.autograd.Function):
         return torch.ops.aten.silu_backward(grad * x, gate), F.silu(gate).mul_(grad)
 
 
+def gated_linear(linear: nn.Module, gate: Tensor, x: Tensor) -> Tensor:
+    """Returns the result of a linear layer for silu(gate) * x, which is not kept for backward."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return linear(F.silu(gate) * x)  # a compiler finds out by itself what to compute again
+    if gate.device.type == "cpu" and type(linear) is Linear and not simulates_gpu(gate):
+        return linear(x, gate)
+    return linear(_Gated.apply(gate, x))
+
+
 class SwiGLU(nn.Module):
     """w2(silu(w1 x) * w3 x). Source: arXiv 2002.05202."""
 
@@ -147,12 +161,14 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor, _is_context_BT: Tensor | None = None) -> Tensor:
         """Returns [B, T, D]; in a model with routers it may get what these get besides."""
-        gate, x = self.w1(x_BTD), self.w3(x_BTD)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.w2(F.silu(gate) * x)  # a compiler finds out by itself what to compute again
-        if gate.device.type == "cpu" and type(self.w2) is Linear and not simulates_gpu(gate):
-            return self.w2(x, gate)
-        return self.w2(_Gated.apply(gate, x))
+        return gated_linear(self.w2, self.w1(x_BTD), self.w3(x_BTD))
+
+
+class GeGLU(SwiGLU):
+    """w2(gelu(w1 x) * w3 x), with the approximation of gelu by tanh. Source: arXiv 2002.05202."""
+
+    def forward(self, x_BTD: Tensor, _is_context_BT: Tensor | None = None) -> Tensor:
+        return self.w2(F.gelu(self.w1(x_BTD), approximate="tanh") * self.w3(x_BTD))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -197,6 +213,41 @@ class RMSNorm(nn.RMSNorm):
         if weight.dtype == x.dtype and simulates_gpu(x) and not isinstance(x, DTensor):
             return _SimulatedNorm.apply(x, weight)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm times 1 + weight, in float32; the weight starts at zero."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1.0 + (self.weight if isinstance(x, DTensor) else local_with_partial_grad(self.weight)).float()
+        if torch.is_grad_enabled() and is_eager_fp32(x, weight):
+            return _RMSNorm.apply(x, weight, self.eps)
+        if simulates_gpu(x) and not isinstance(x, DTensor):
+            return _SimulatedNorm.apply(x.float(), weight).type_as(x)
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+
+
+class MeanSquare(nn.Module):
+    """Mean square of the features of all heads, [B, T, 1, 1] in fp32; tensor parallelism averages over the ranks."""
+
+    def forward(self, x_BTNH: Tensor) -> Tensor:
+        return x_BTNH.float().square().mean(dim=(-2, -1), keepdim=True)
+
+
+class RMSNormOfHeads(nn.RMSNorm):
+    """RMSNorm of all heads together: [B, T, N, H], with N H weights."""
+
+    def __init__(self, size: int, *, eps: float):
+        super().__init__(size, eps=eps)
+        self.mean_square = MeanSquare()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        weight_NH = local_with_partial_grad(self.weight).unflatten(0, x.shape[2:])
+        return (x.float() * (self.mean_square(x) + self.eps).rsqrt() * weight_NH).type_as(x)
 
 
 class Embedding(nn.Embedding):

@@ -39,15 +39,22 @@ def orthogonalize(u_BMN: Tensor, *, coefficients: str, iterations: int, dtype: t
     # The product with itself is cheaper on the shorter side.
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
-    # In fp32: the norm of a large matrix in bfloat16 has three digits.
+    # Summed in fp32. Rounding the scale to bfloat16 changes all values alike, which the iterations correct.
     norm_B11 = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = (x / (norm_B11 * _SAFETY[coefficients]).clamp(min=_EPS)).to(dtype)
+    scale_B11 = (norm_B11 * _SAFETY[coefficients]).clamp(min=_EPS).reciprocal()
+    x = iterate(x * scale_B11.to(dtype), coefficients=coefficients, iterations=iterations)
+    return x.mT if is_tall else x
+
+
+def iterate(x_BMN: Tensor, *, coefficients: str, iterations: int) -> Tensor:
+    """Returns matrices, whose norm is at most about 1, after the iterations of orthogonalize(): products alone."""
     triples = COEFFICIENTS[coefficients]
+    x = x_BMN
     for iteration in range(iterations):
         a, b, c = triples[min(iteration, len(triples) - 1)]
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+    return x
 
 
 def orthogonalize_flops(rows: int, cols: int, *, iterations: int) -> int:

@@ -40,7 +40,7 @@ class TensorSlice:
     """A slice of a source of this name and shape, with `target[to] == source[of].transpose(*transpose)`.
 
     Without `of` it is all of the source, without `to` all of the target. A copy repeats values of another source: it is
-    written, but need not be there to be read.
+    written, but need not be there to be read. An optional one is read where it is there.
     """
 
     source: str
@@ -49,6 +49,7 @@ class TensorSlice:
     to: Index = ()
     transpose: tuple[int, int] | None = None
     is_copy: bool = False
+    is_optional: bool = False
 
     @property
     def is_complete(self) -> bool:

@@ -5,6 +5,7 @@ Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tok
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 Shard = tuple[Tensor, Tensor]
 """This rank's logits [C, V], and the logarithms of the sums of exponentials (lse) of all ranks [R, C, 1]."""
-Chunk = tuple[Tensor, Tensor, Shard | None]
-"""Hidden states [C, D], targets [C], and of a sharded vocabulary what ranks have exchanged."""
+Chunk = tuple[Any, ...]
+"""Hidden states [C, D], targets [C], what else belongs to the tokens, and of a sharded vocabulary what ranks have
+exchanged, a Shard, else None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +32,21 @@ class Vocabulary:
         return x
 
     def chunks(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], logits_fn: Callable[[Tensor], tuple[Tensor, Tensor]]
+        self, items: Iterable[tuple[Tensor, ...]], logits_fn: Callable[..., tuple[Any, Tensor]]
     ) -> Iterator[Chunk]:
-        """Yields hidden states [C, D] and targets [C] of each chunk with its shard; `logits_fn` returns logits and lse.
+        """Yields hidden states [C, D], targets [C] and what else a chunk has with its shard.
+
+        `logits_fn` returns logits and lse of a chunk, given all but its targets.
 
         While ranks exchange the lse of a chunk, they compute the losses of the one before and the logits of the next.
         """
         assert self.group is not None
         started: list[tuple[dist.Work | None, Chunk]] = []
-        for hidden_CD, targets_C in pairs:
-            logits_CV, lse_C1 = logits_fn(hidden_CD)
+        for hidden_CD, targets_C, *others in items:
+            logits_CV, lse_C1 = logits_fn(hidden_CD, *others)
             lse_RC1 = lse_C1.new_empty(self.group.size(), *lse_C1.shape)
             work = dist.all_gather([*lse_RC1.unbind()], lse_C1, group=self.group, async_op=True)
-            started.append((work, (hidden_CD, targets_C, (logits_CV, lse_RC1))))
+            started.append((work, (hidden_CD, targets_C, *others, (logits_CV, lse_RC1))))
             if started[1:]:
                 yield _finished(*started.pop(0))
         if started:

@@ -2,9 +2,10 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +62,30 @@ def _has_kernel() -> bool:
     return True
 
 
-def adam_arguments(settings: Optimizer) -> ParamGroup:
-    """Returns the arguments of a param group by torch's names."""
+StateDtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamArgs:
+    """Options of Adam and AdamW, in `[optimizer.args]` or the `args` of a group."""
+
+    state_dtype: StateDtype = "auto"
+    """Data type of both moments; auto: that of weights. bfloat16 takes half the memory and rounds at random, by draws
+    that follow from seed, step, name and position; then optimizer.implementation has no effect."""
+
+
+def state_dtype_of(parameter: Tensor, choice: StateDtype) -> torch.dtype:
+    """Returns the data type of a parameter's state."""
+    return parameter.dtype if choice == "auto" else getattr(torch, choice)
+
+
+def rounds_state(parameter: Tensor, choice: StateDtype) -> bool:
+    """Whether the state of a parameter is rounded to its data type after each step, which torch does not do."""
+    return choice == "bfloat16" or state_dtype_of(parameter, choice) != parameter.dtype
+
+
+def adam_arguments(settings: Optimizer, args: AdamArgs) -> ParamGroup:
+    """Returns the arguments of a param group by torch's names, and `state_dtype`."""
     return {
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
@@ -70,20 +93,18 @@ def adam_arguments(settings: Optimizer) -> ParamGroup:
         "weight_decay": settings.weight_decay,
         "fused": settings.implementation == "fused",
         "foreach": settings.implementation == "foreach",
+        "state_dtype": args.state_dtype,
     }
 
 
-def adam_state(parameter: Tensor, settings: Optimizer) -> dict[str, Tensor]:
+def adam_state(parameter: Tensor, *, fused: bool, choice: StateDtype = "auto") -> dict[str, Tensor]:
     """Returns the state of a parameter before its first step."""
-    return _zero_state(parameter, fused=settings.implementation == "fused")
-
-
-def _zero_state(parameter: Tensor, *, fused: bool) -> dict[str, Tensor]:
     # Only the fused kernel reads the step on the device; elsewhere it would cost a host sync per parameter.
+    on_device, dtype = fused and not rounds_state(parameter, choice), state_dtype_of(parameter, choice)
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
     }
 
 
@@ -91,16 +112,24 @@ class Adam(torch.optim.Adam):
     """torch's Adam and AdamW, on this rank's shards: of each DTensor torch would derive how the results are sharded.
 
     Large weights on a GPU are updated by a kernel of this package, which takes gradients in bfloat16 too.
+    `seed` is that of the run, for state that is rounded.
     """
+
+    def __init__(self, param_groups: list[ParamGroup], *, seed: int = 0, **options: Any) -> None:
+        super().__init__(param_groups, **options)
+        self._seed = seed
 
     @torch.no_grad()
     def step(self, closure: None = None, *, factor: float = 1.0) -> None:
         """Updates the parameters by their gradients times `factor`; what gradients are afterwards is not defined."""
         for group in self.param_groups:
+            if rounds_state(group["params"][0], group.get("state_dtype", "auto")):
+                self._update_rounded(group, factor=factor)
+                continue
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:
-                    self.state[parameter].update(_zero_state(parameter.detach(), fused=group["fused"]))
+                    self.state[parameter].update(adam_state(parameter.detach(), fused=group["fused"]))
             states = [self.state[parameter] for parameter in parameters]
             shards = [
                 _Shards(*map(local_shard, (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])))
@@ -118,6 +147,16 @@ class Adam(torch.optim.Adam):
                 if factor != 1.0:
                     foreach_mul_(gradients, factor)
                 adam(weights, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
+
+    def _update_rounded(self, group: dict[str, Any], *, factor: float) -> None:
+        from torchtitan_clone.optim.rounded_adam import update_
+
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if parameter.grad is None:
+                continue
+            if not (state := self.state[parameter]):
+                state.update(adam_state(parameter.detach(), fused=False, choice=group["state_dtype"]))
+            update_(parameter, parameter.grad, state, name=name, seed=self._seed, factor=factor, group=group)
 
 
 def _converted_together(shards: Sequence[_Shards]) -> Iterator[Sequence[_Shards]]:

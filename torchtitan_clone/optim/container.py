@@ -1,45 +1,55 @@
 """The optimizers of a model, with their state by parameter name, so that it loads under any parallelism."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import find_unknown_optimizers
 from torchtitan_clone.config.schema_training import Optimizer
-from torchtitan_clone.optim.adam import Adam
-from torchtitan_clone.optim.groups import build_torch_optimizers, resolve_groups
-from torchtitan_clone.optim.matrices import MatrixLayout
-from torchtitan_clone.optim.muon import Muon
+from torchtitan_clone.interfaces import MatrixLayout
+from torchtitan_clone.optim.groups import build_torch_optimizers, resolve_groups, scale_rates
 from torchtitan_clone.optim.optimizers import OPTIMIZERS, scale_gradients
+from torchtitan_clone.optim.schedule import Factors, scale_settings
 
 
 class OptimizerContainer:
     """One torch optimizer for each name of OPTIMIZERS among the groups; none on a rank without parameters."""
 
     def __init__(
-        self, optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter], layout: MatrixLayout
-    ) -> None:
+        self, optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter], layout: MatrixLayout,
+        seed: int, lr_factor: Callable[[str], float] | None = None,
+    ) -> None:  # fmt: skip
         groups = resolve_groups(optimizer, parameters=named_parameters)
-        self.torch_optimizers = build_torch_optimizers(groups, layout=layout)
+        groups = groups if lr_factor is None else scale_rates(groups, lr_factor)
+        self.torch_optimizers = build_torch_optimizers(groups, layout=layout, seed=seed)
         self._parameters = named_parameters
         self._settings = {name: group.settings for group in groups for name in group.parameters}
+        self._patterns = {parameter: group.pattern for group in groups for parameter in group.parameters.values()}
         self._peak_lr = optimizer.lr
+        self._peak_lr_of_groups = {g.pattern: g.lr or optimizer.lr for g in optimizer.groups if g.lr or g.lr_points}
         self.lr = optimizer.lr
         """Learning rate of the next step, for parameters whose group sets none."""
+        self.lr_of_groups = self._peak_lr_of_groups
+        """The same by the pattern of groups that set one, equal on all ranks."""
 
-    def set_lr_factor(self, factor: float) -> None:
-        """Sets the learning rate of every group to `factor` times the peak learning rate of that group."""
-        self.lr = self._peak_lr * factor
+    def set_factors(self, factors: Factors) -> None:
+        """Sets learning rate, weight decay and momentum of every group to so many times what its settings say."""
+        own = {pattern: factors.lr * factors.lr_of_groups.get(pattern, 1.0) for pattern in self._peak_lr_of_groups}
+        self.lr = self._peak_lr * factors.lr
+        self.lr_of_groups = {pattern: lr * own[pattern] for pattern, lr in self._peak_lr_of_groups.items()}
         for torch_optimizer in self.torch_optimizers.values():
             for group in torch_optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+                pattern = self._patterns[group["params"][0]]
+                scale_settings(group, replace(factors, lr=own.get(pattern, factors.lr)))
 
     def step(self, *, factor: float = 1.0) -> None:
         """Updates the parameters by their gradients times `factor`."""
-        for torch_optimizer in self.torch_optimizers.values():
-            if isinstance(torch_optimizer, Adam | Muon):
-                torch_optimizer.step(factor=factor)
+        for name, torch_optimizer in self.torch_optimizers.items():
+            if OPTIMIZERS[name].scales_gradients:
+                cast("Any", torch_optimizer).step(factor=factor)
             else:
                 scale_gradients(torch_optimizer, factor)
                 torch_optimizer.step()
@@ -71,13 +81,21 @@ class OptimizerContainer:
 
 
 def build_optimizer(
-    optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter], layout: MatrixLayout | None = None
-) -> OptimizerContainer:
-    """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name.
+    optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter], layout: MatrixLayout | None = None,
+    seed: int = 0, lr_factor: Callable[[str], float] | None = None,
+) -> OptimizerContainer:  # fmt: skip
+    """Builds the optimizers for a rank's parameters that require gradients.
 
-    `layout` says how ranks share matrices and what blocks they have; None: on one rank, without blocks.
+    Args:
+        optimizer: Options of the run. Raises ConfigError for an unknown name.
+        named_parameters: All parameters of the rank, by name.
+        layout: How ranks share matrices, and what blocks these have. None: one rank, without blocks.
+        seed: Of the draws that round the state.
+        lr_factor: Returns what multiplies the learning rate of the parameter of a name, see scale_rates().
     """
     if unknown := [*find_unknown_optimizers(optimizer, known=OPTIMIZERS)]:
         raise ConfigError(unknown)
     trainable = {name: parameter for name, parameter in named_parameters.items() if parameter.requires_grad}
-    return OptimizerContainer(optimizer, named_parameters=trainable, layout=layout or MatrixLayout())
+    return OptimizerContainer(
+        optimizer, named_parameters=trainable, layout=layout or MatrixLayout(), seed=seed, lr_factor=lr_factor
+    )

@@ -1,6 +1,6 @@
 """Parameter groups: the optimizer and the settings of each parameter, by its name."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 
@@ -11,10 +11,13 @@ from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.checks import describe_group, find_range_errors, find_unknown_optimizers
 from torchtitan_clone.config.messages import did_you_mean
 from torchtitan_clone.config.schema_training import Optimizer, OptimizerGroup
-from torchtitan_clone.optim.matrices import MatrixLayout
+from torchtitan_clone.interfaces import MatrixLayout
 from torchtitan_clone.optim.optimizers import OPTIMIZERS, ParamGroup
+from torchtitan_clone.optim.schedule import SCHEDULED
 
 Assigned = tuple[OptimizerGroup, dict[str, Tensor]]
+NOT_OVERRIDDEN = ("pattern", "lr_points", "args")
+"""Options of a group that are not those of the table for its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,8 @@ class ResolvedGroup:
     settings: Optimizer
     """The table updated with the group's settings; weight_decay is 0 for parameters that are not decayed."""
     parameters: Mapping[str, Tensor]
+    pattern: str
+    """That of the entry of optimizer.groups, "*" without one."""
 
 
 def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[ResolvedGroup]:
@@ -33,7 +38,7 @@ def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) ->
     """
     resolved: list[ResolvedGroup] = []
     for group, matched in _assign(optimizer, parameters=parameters):
-        own = {key: value for key, value in vars(group).items() if key not in ("pattern", "args") and value is not None}
+        own = {key: value for key, value in vars(group).items() if key not in NOT_OVERRIDDEN and value is not None}
         is_same_kind = own.get("name", optimizer.name) == optimizer.name
         settings = replace(optimizer, groups=[], **own, args=(optimizer.args if is_same_kind else {}) | group.args)
         other_kind = OPTIMIZERS[optimizer.name].others if group.name is None else None
@@ -44,30 +49,56 @@ def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) ->
         for each, its_parameters in ((settings, taken), (rest, left)):
             decayed = {name: p for name, p in its_parameters.items() if decay_all or _is_matrix(name, p)}
             others = {name: p for name, p in its_parameters.items() if name not in decayed}
-            resolved.append(ResolvedGroup(settings=each, parameters=decayed))
-            resolved.append(ResolvedGroup(settings=replace(each, weight_decay=0.0), parameters=others))
+            undecayed = replace(each, weight_decay=0.0)
+            resolved.append(ResolvedGroup(settings=each, parameters=decayed, pattern=group.pattern))
+            resolved.append(ResolvedGroup(settings=undecayed, parameters=others, pattern=group.pattern))
     return [group for group in resolved if group.parameters]
 
 
+def scale_rates(groups: Iterable[ResolvedGroup], lr_factor: Callable[[str], float]) -> list[ResolvedGroup]:
+    """Returns the groups, split so that learning rates are times the factor of each parameter by its name.
+
+    What a step decays stays as it is. Optimizers of matrices scale their updates by the shape themselves.
+    """
+    scaled: list[ResolvedGroup] = []
+    for group in groups:
+        settings = group.settings
+        factors = {name: lr_factor(name) for name in group.parameters}
+        for factor in dict.fromkeys(factors.values()):
+            if not OPTIMIZERS[settings.name].matrices_only:
+                settings = replace(
+                    group.settings, lr=group.settings.lr * factor, weight_decay=group.settings.weight_decay / factor
+                )
+            own = {name: parameter for name, parameter in group.parameters.items() if factors[name] == factor}
+            scaled.append(replace(group, settings=settings, parameters=own))
+    return scaled
+
+
 def build_torch_optimizers(
-    groups: Iterable[ResolvedGroup], *, layout: MatrixLayout
+    groups: Iterable[ResolvedGroup], *, layout: MatrixLayout, seed: int
 ) -> dict[str, torch.optim.Optimizer]:
     """Returns one torch optimizer for each name among the groups."""
     by_name: dict[str, list[ParamGroup]] = {}
     for group in groups:
         arguments = OPTIMIZERS[group.settings.name].arguments(group.settings)
         # torch's own schedulers scale "initial_lr" too.
-        param_group = {"params": [*group.parameters.items()], **arguments, "initial_lr": arguments["lr"]}
+        initial = {f"initial_{name}": arguments[name] for name in SCHEDULED if name in arguments}
+        param_group = {"params": [*group.parameters.items()], **arguments, **initial}
         by_name.setdefault(group.settings.name, []).append(param_group)
+    given = {"layout": layout, "seed": seed}
     return {
-        name: OPTIMIZERS[name].build(param_groups, **({"layout": layout} if OPTIMIZERS[name].needs_layout else {}))
+        name: OPTIMIZERS[name].build(param_groups, **{key: given[key] for key in OPTIMIZERS[name].needs})
         for name, param_groups in by_name.items()
     }
 
 
 def _suits_matrix_optimizers(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a map between hidden states: rows of embeddings and outputs are those of single tokens."""
-    return _is_matrix(name, parameter) and not name.startswith(("tok_embeddings.", "output."))
+    """Whether a parameter is a map between hidden states.
+
+    Rows of embeddings and outputs are those of single tokens, rows of convolutions those of single channels.
+    """
+    is_map = not name.startswith(("tok_embeddings.", "output.")) and not name.endswith("_conv.weight")
+    return is_map and _is_matrix(name, parameter)
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
@@ -82,7 +113,8 @@ def find_optimizer_errors(optimizer: Optimizer, *, parameters: Mapping[str, Tens
         *_unmatched_patterns(optimizer, parameters=parameters),
     ]
     errors = errors or [*_wrong_args(optimizer)]
-    return errors or [*_vectors_of_matrix_optimizers(optimizer, parameters=parameters)]
+    errors = errors or [*_vectors_of_matrix_optimizers(optimizer, parameters=parameters)]
+    return errors or [*dict.fromkeys(_unusable(optimizer, parameters=parameters))]
 
 
 def _wrong_args(optimizer: Optimizer) -> Iterator[str]:
@@ -101,6 +133,23 @@ def _wrong_args(optimizer: Optimizer) -> Iterator[str]:
             yield from (f"{where}{message.removeprefix('args')}" for message in error.messages)
         else:
             yield from find_range_errors(resolved, at=f"{where}.")
+
+
+def optimizer_state_bytes(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> int:
+    """Returns the bytes of the state of parameters, which may be on the meta device, without numbers such as steps."""
+    return sum(
+        tensor.nbytes
+        for group in resolve_groups(optimizer, parameters=parameters)
+        for parameter in group.parameters.values()
+        for tensor in OPTIMIZERS[group.settings.name].init_state(parameter, group.settings).values()
+        if tensor.ndim
+    )
+
+
+def _unusable(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> Iterator[str]:
+    for group in resolve_groups(optimizer, parameters=parameters):
+        if problem := OPTIMIZERS[group.settings.name].find_problem(group.settings):
+            yield f'optimizer "{group.settings.name}" {problem}'
 
 
 def _assign(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[Assigned]:

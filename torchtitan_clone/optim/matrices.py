@@ -11,9 +11,9 @@ rank that holds it. Owners follow from names, shapes and layouts alone: ranks ag
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 import torch
@@ -30,17 +30,7 @@ MOST_BUCKETS = 8
 """Exchanges of a step in each direction: more overlap better, and larger messages cost less."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatrixLayout:
-    """How the ranks of a mesh share matrices, and which blocks the matrices have."""
-
-    group: dist.ProcessGroup | None = None
-    """Group of all ranks that share parameters over several axes of a mesh; None: no parameter is shared so."""
-    block_rows: Callable[[str], int | None] = lambda _: None
-    """Returns the rows of one head in the projection of this name to queries, keys or values; None: it is none."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Matrix:
     """A matrix, the rank that owns it, and what each rank holds of it: a region of the parameter's global tensor."""
 
@@ -100,7 +90,33 @@ class MatrixExchange:
     def __init__(self, parameters: Mapping[int, Tensor], *, group: dist.ProcessGroup | None, rank: int):
         self._rank = rank
         self._group = group
+        self._ranks = [] if group is None else dist.get_process_group_ranks(group)
         self._offsets = {index: _bounds_by_rank(x, rank=rank)[rank][0] for index, x in parameters.items()}
+
+    def routes(self, matrices: Sequence[Matrix]) -> "tuple[Routes, Routes]":
+        """Returns this rank's routes to the owners of matrices, and back to their holders."""
+        there = (Route(m, part, source, m.owner) for m in matrices for part, source in _sources(m))
+        back = (Route(m, part, m.owner, holder) for m in matrices for holder, part in m.parts.items())
+        return self._own(there), self._own(back)
+
+    def _own(self, routes: Iterable["Route"]) -> "Routes":
+        kept: list[Route] = []
+        outgoing: dict[int, list[Route]] = defaultdict(list)
+        incoming: dict[int, list[Route]] = defaultdict(list)
+        for route in routes:
+            if route.source == route.target == self._rank:
+                kept.append(route)
+            elif route.source == self._rank:
+                outgoing[route.target].append(route)
+            elif route.target == self._rank:
+                incoming[route.source].append(route)
+        return Routes(
+            kept=kept,
+            outgoing={each: outgoing[rank] for each, rank in enumerate(self._ranks) if rank in outgoing},
+            incoming={each: incoming[rank] for each, rank in enumerate(self._ranks) if rank in incoming},
+            sent=[sum(prod(route.shape) for route in outgoing.get(rank, ())) for rank in self._ranks],
+            received=[sum(prod(route.shape) for route in incoming.get(rank, ())) for rank in self._ranks],
+        )
 
     def window(self, shard: Tensor, matrix: Matrix, part: Region) -> Tensor:
         """Returns the view [rows, columns] of a part of a matrix in this rank's shard of its parameter."""
@@ -108,53 +124,42 @@ class MatrixExchange:
         window = shard[tuple(slice(a - start, b - start) for (a, b), start in zip(part, offsets, strict=True))]
         return window.view(window.shape[-2:])
 
-    def to_owners(self, matrices: Sequence[Matrix], shards: Mapping[int, Tensor]) -> "Gathering":
+    def to_owners(self, routes: "Routes", shards: Mapping[int, Tensor]) -> "Gathering":
         """Starts to send the parts of this rank, given its shards by the index of the parameter. A collective."""
-        routes = [_Route(m, part, source, m.owner) for m in matrices for part, source in _sources(m)]
         like = next(iter(shards.values()))
         return Gathering(self._start(routes, lambda r: self.window(shards[r.matrix.parameter], r.matrix, r.part), like))
 
-    def to_holders(self, matrices: Sequence[Matrix], results: Mapping[int, Tensor], *, like: Tensor) -> "Flight":
-        """Starts to send results [rows, columns], by id() of this rank's matrices, to all holders. A collective.
+    def to_holders(self, routes: "Routes", results: Mapping[Matrix, Tensor], *, like: Tensor) -> "Flight":
+        """Starts to send the results [rows, columns] of this rank's matrices to all holders. A collective.
 
         `like` has their data type and device.
         """
-        routes = [_Route(m, part, m.owner, holder) for m in matrices for holder, part in m.parts.items()]
-        return self._start(routes, lambda r: _within(results[id(r.matrix)], r.part, r.matrix.region), like)
+        return self._start(routes, lambda r: _within(results[r.matrix], r.part, r.matrix.region), like)
 
-    def _start(self, routes: Sequence["_Route"], values: Callable[["_Route"], Tensor], like: Tensor) -> "Flight":
+    def _start(self, routes: "Routes", values: Callable[["Route"], Tensor], like: Tensor) -> "Flight":
         """Sends to each rank one message with all that it gets, in the order of the routes."""
-        rank, group = self._rank, self._group
-        kept = [(route, values(route)) for route in routes if route.source == route.target == rank]
-        if group is None:
+        kept = [(route, values(route)) for route in routes.kept]
+        if self._group is None:
             return Flight(kept=kept)
-        outgoing: dict[int, list[Tensor]] = defaultdict(list)
-        incoming: dict[int, list[_Route]] = defaultdict(list)
-        for route in (route for route in routes if route.source != route.target):
-            if route.source == rank:
-                outgoing[route.target].append(values(route).reshape(-1))
-            elif route.target == rank:
-                incoming[route.source].append(route)
-        ranks = dist.get_process_group_ranks(group)
-        sent = [torch.cat(outgoing[each]) if each in outgoing else like.new_empty(0) for each in ranks]
-        received = [like.new_empty(sum(prod(route.shape) for route in incoming.get(each, ()))) for each in ranks]
+        parts = {each: [values(route).reshape(-1) for route in some] for each, some in routes.outgoing.items()}
         if uses_messages(like):
-            to, source = ([(i, x) for i, x in enumerate(each) if x.numel()] for each in (sent, received))
-            wait = start_exchange(to, source, group=group, collective="all_to_all").wait if to or source else _nothing
+            sent = [(each, torch.cat(some)) for each, some in parts.items()]
+            received = [(each, like.new_empty(routes.received[each])) for each in routes.incoming]
+            is_used = bool(sent or received)
+            work = start_exchange(sent, received, group=self._group, collective="all_to_all") if is_used else None
+            messages = [message for _, message in received]
         else:
-            sizes = [[x.numel() for x in each] for each in (received, sent)]
-            buffer = like.new_empty(sum(sizes[0]))
-            work = dist.all_to_all_single(buffer, torch.cat(sent), *sizes, group=group, async_op=True)
-            received = buffer.split(sizes[0])
-            wait = _nothing if work is None else work.wait
-        arriving = [
-            (incoming[each], message) for each, message in zip(ranks, received, strict=True) if each in incoming
-        ]
-        return Flight(kept=kept, wait=wait, sent=sent, arriving=arriving)
+            sent = torch.cat([like.new_empty(0), *chain.from_iterable(parts.values())])
+            buffer = like.new_empty(sum(routes.received))
+            sizes = routes.received, routes.sent
+            work = dist.all_to_all_single(buffer, sent, *sizes, group=self._group, async_op=True)
+            messages = [message for message in buffer.split(routes.received) if message.numel()]
+        arriving = [*zip(routes.incoming.values(), messages, strict=True)]
+        return Flight(kept=kept, work=work, sent=sent, arriving=arriving)
 
 
 @dataclass(frozen=True, eq=False)
-class _Route:
+class Route:
     """A part of a matrix, from one rank to another, which may be the same."""
 
     matrix: Matrix
@@ -167,8 +172,19 @@ class _Route:
         return [b - a for a, b in self.part[-2:]]
 
 
-def _nothing() -> None:
-    pass
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Routes:
+    """The routes of some matrices that begin or end at this rank, in one direction; ranks are those of the group."""
+
+    kept: Sequence[Route]
+    outgoing: Mapping[int, Sequence[Route]]
+    """By the rank that they end at, in its order."""
+    incoming: Mapping[int, Sequence[Route]]
+    """By the rank that they begin at, in its order."""
+    sent: list[int]
+    """Values that this rank sends to each."""
+    received: list[int]
+    """Values that this rank receives from each."""
 
 
 class Flight:
@@ -177,19 +193,20 @@ class Flight:
     def __init__(
         self,
         *,
-        kept: Sequence[tuple[_Route, Tensor]],
-        wait: Callable[[], object] = _nothing,
-        sent: Sequence[Tensor] = (),
-        arriving: Sequence[tuple[Sequence[_Route], Tensor]] = (),
+        kept: Sequence[tuple[Route, Tensor]],
+        work: dist.Work | None = None,
+        sent: object = None,
+        arriving: Sequence[tuple[Sequence[Route], Tensor]] = (),
     ):
         self._kept = kept
-        self._wait = wait
+        self._work = work
         self._sent = sent
         self._arriving = arriving
 
     def wait(self) -> list[tuple[Matrix, Region, Tensor]]:
         """Waits for all messages; returns the values [rows, columns] of each part that this rank was sent or keeps."""
-        self._wait()
+        if self._work is not None:
+            self._work.wait()
         parts = [(route.matrix, route.part, values) for route, values in self._kept]
         for routes, message in self._arriving:
             for route, values in zip(routes, message.split([prod(route.shape) for route in routes]), strict=True):
@@ -205,15 +222,15 @@ class Gathering:
 
     def wait(self) -> list[tuple[Matrix, Tensor]]:
         """Returns the complete matrices [rows, columns] of this rank, of those that it holds itself a view."""
-        complete: dict[int, tuple[Matrix, Tensor]] = {}
+        complete: dict[Matrix, Tensor] = {}
         for matrix, part, values in self.flight.wait():
             if part == matrix.region:
-                complete[id(matrix)] = matrix, values
+                complete[matrix] = values
                 continue
-            if id(matrix) not in complete:
-                complete[id(matrix)] = matrix, values.new_empty(matrix.shape)
-            _within(complete[id(matrix)][1], part, matrix.region).copy_(values)
-        return [*complete.values()]
+            if matrix not in complete:
+                complete[matrix] = values.new_empty(matrix.shape)
+            _within(complete[matrix], part, matrix.region).copy_(values)
+        return [*complete.items()]
 
 
 def _sources(matrix: Matrix) -> list[tuple[Region, int]]:

@@ -18,18 +18,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_clone.config.schema_training import Fraction, Range
+from torchtitan_clone.interfaces import MatrixLayout
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.orthogonalize import orthogonalize, orthogonalize_flops
+from torchtitan_clone.optim.adam import StateDtype, state_dtype_of
 from torchtitan_clone.optim.matrices import (
     Flight,
     Gathering,
     Matrix,
     MatrixExchange,
-    MatrixLayout,
+    Routes,
     assign_owners,
     group_for,
     row_values,
 )
+from torchtitan_clone.torch_compat import is_fake, simulates_gpu
 
 _EPS = 1e-10
 Coefficients = Literal["quintic", "polar_express"]
@@ -50,8 +53,9 @@ class MuonArgs:
     """Newton-Schulz iterations."""
     coefficients: Coefficients = "quintic"
     """Coefficients of the iterations: ops.orthogonalize.COEFFICIENTS."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of the iterations and of the matrices that ranks exchange for them."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Data type of the iterations and of the matrices that ranks exchange for them; auto: bfloat16 on a GPU, and
+    float32 on a CPU, most of which multiply it faster."""
     blocks: Literal["none", "head"] = "none"
     """What is orthogonalized by itself: each matrix, or of the projections to queries, keys and values each head's
     rows."""
@@ -60,6 +64,15 @@ class MuonArgs:
     keep the norm of the update (NorMuon, arXiv 2510.05491)."""
     cautious: bool = False
     """Decay only weights whose update has their sign (arXiv 2510.12402)."""
+    state_dtype: StateDtype = "auto"
+    """Data type of the momentum, as in AdamArgs."""
+
+
+def _iteration_dtype(args: MuonArgs, *, like: Tensor) -> torch.dtype:
+    """Returns the data type of the iterations on the device of this shard."""
+    if args.dtype != "auto":
+        return getattr(torch, args.dtype)
+    return torch.float32 if like.device.type == "cpu" and not simulates_gpu(like) else torch.bfloat16
 
 
 def lr_adjustment(rows: int, cols: int, *, adjust_lr: str) -> float:
@@ -74,27 +87,40 @@ def lr_adjustment(rows: int, cols: int, *, adjust_lr: str) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Bucket:
+    """Matrices that are exchanged together, of some parameters, and the ways of their parts from and to this rank."""
+
+    parameters: Sequence[int]
+    to_owners: Routes
+    to_holders: Routes
+    columns: Mapping[Matrix, Matrix]
+    """With args.normalize: the column of row moments of each matrix."""
+    columns_to_holders: Routes
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What one param group computes with: its parameters, their matrices in buckets, and the exchange of those."""
 
     parameters: Sequence[torch.nn.Parameter]
-    buckets: Sequence[Sequence[Matrix]]
+    buckets: Sequence[_Bucket]
     exchange: MatrixExchange
-    group: dist.ProcessGroup | None
-    rank: int
+    column_exchange: MatrixExchange
 
 
 class Muon(torch.optim.Optimizer):
     """Muon on matrices and stacks of them, DTensors or plain tensors; equal on any mesh.
 
     Args:
-        param_groups: each with the keys "params" (pairs of name and parameter), "lr", "weight_decay", "beta2" and
-            "args" (MuonArgs).
+        param_groups: each with the keys "params" (pairs of name and parameter), "lr", "weight_decay", "momentum",
+            "beta2" and "args" (MuonArgs), of which "momentum" is that of the first step.
         layout: how ranks share the matrices, and the heads in them.
+        seed: that of the run, for momentum that is rounded.
     """
 
-    def __init__(self, param_groups: list[dict[str, object]], *, layout: MatrixLayout) -> None:
+    def __init__(self, param_groups: list[dict[str, object]], *, layout: MatrixLayout, seed: int = 0) -> None:
         super().__init__(param_groups, {})
+        self._seed = seed
         self._plans = [_plan(each, layout=layout) for each in self.param_groups]
 
     @torch.no_grad()
@@ -118,55 +144,51 @@ class Muon(torch.optim.Optimizer):
             if returning is not None:
                 returning.apply(plan, settings)
 
-    def _start(self, bucket: Sequence[Matrix], plan: _Plan, settings: Mapping[str, Any], *, factor: float) -> Gathering:
+    def _start(self, bucket: _Bucket, plan: _Plan, settings: Mapping[str, Any], *, factor: float) -> Gathering:
         """Updates the momentum of a bucket's parameters, and starts to send what is to be orthogonalized."""
         args: MuonArgs = settings["args"]
         shards = {}
-        for index in dict.fromkeys(matrix.parameter for matrix in bucket):
-            parameter = plan.parameters[index]
-            state = self._state_of(parameter, args)
+        for index in bucket.parameters:
+            parameter, state = plan.parameters[index], self._state_of(plan.parameters[index], args)
             momentum = local_shard(state["momentum_buffer"])
-            if parameter.grad is None:
-                update = momentum.mul_(args.momentum)
-                update = update * args.momentum if args.nesterov else update
-            else:
-                gradient = local_shard(parameter.grad).to(momentum.dtype)
-                gradient = gradient.mul_(factor) if factor != 1.0 else gradient
-                momentum.lerp_(gradient, 1 - args.momentum)
-                update = gradient.lerp(momentum, args.momentum) if args.nesterov else momentum
-            shards[index] = update.to(getattr(torch, args.dtype))
-        return plan.exchange.to_owners(bucket, shards)
+            momentum = momentum.float() if args.state_dtype == "bfloat16" else momentum
+            update = _updated(momentum, parameter.grad, settings, factor=factor)
+            shards[index] = update.to(_iteration_dtype(args, like=update))
+            if args.state_dtype == "bfloat16":
+                self._store(momentum, parameter, state, name=settings["param_names"][index])
+        return plan.exchange.to_owners(bucket.to_owners, shards)
 
     def _compute(
-        self,
-        bucket: Sequence[Matrix],
-        complete: Sequence[tuple[Matrix, Tensor]],
-        plan: _Plan,
-        settings: Mapping[str, Any],
+        self, bucket: _Bucket, complete: Sequence[tuple[Matrix, Tensor]], plan: _Plan, settings: Mapping[str, Any]
     ) -> "_Returning":
         """Orthogonalizes the matrices of this rank, and starts to send the results to all that hold parts of them."""
         args: MuonArgs = settings["args"]
         results = _orthogonalized(complete, args)
-        device = local_shard(plan.parameters[0]).device
-        like = torch.empty(0, dtype=getattr(torch, args.dtype), device=device)
+        shard = local_shard(plan.parameters[0])
+        like = torch.empty(0, dtype=_iteration_dtype(args, like=shard), device=shard.device)
         if args.normalize == "none":
-            return _Returning(updates=plan.exchange.to_holders(bucket, results, like=like))
-        moments = {matrix.parameter: self._state_of(plan.parameters[matrix.parameter], args) for matrix in bucket}
-        shards = {index: state["row_second_moment"] for index, state in moments.items()}
-        exchange = MatrixExchange(shards, group=plan.group, rank=plan.rank)
-        columns = {id(matrix): row_values(matrix, shards[matrix.parameter], rank=plan.rank) for matrix in bucket}
-        new_moments = {}
+            return _Returning(updates=plan.exchange.to_holders(bucket.to_holders, results, like=like))
+        states = {index: self._state_of(plan.parameters[index], args) for index in bucket.parameters}
+        shards = {index: local_shard(state["row_second_moment"]) for index, state in states.items()}
+        moments = {}
         for matrix, _ in complete:
-            column = columns[id(matrix)]
-            moment = exchange.window(local_shard(shards[matrix.parameter]), column, column.region)
-            results[id(matrix)] = _normalize_rows(results[id(matrix)], moment, beta2=settings["beta2"])
-            new_moments[id(column)] = moment
+            column = bucket.columns[matrix]
+            moments[column] = plan.column_exchange.window(shards[matrix.parameter], column, column.region)
+            results[matrix] = _normalize_rows(results[matrix], moments[column], beta2=settings["beta2"])
         return _Returning(
-            updates=plan.exchange.to_holders(bucket, results, like=like),
-            moments=exchange.to_holders([*columns.values()], new_moments, like=like.float()),
-            exchange=exchange,
+            updates=plan.exchange.to_holders(bucket.to_holders, results, like=like),
+            moments=plan.column_exchange.to_holders(bucket.columns_to_holders, moments, like=like.float()),
             shards=shards,
         )
+
+    def _store(self, momentum: Tensor, parameter: Tensor, state: Mapping[str, Tensor], *, name: str) -> None:
+        """Rounds the momentum [shard] to the data type of the state."""
+        from torchtitan_clone.ops.stochastic_rounding import chunks, round_into
+
+        state["step"].add_(1)
+        step = 1 if is_fake(state["step"]) else int(state["step"].item())  # on the CPU
+        for chunk in chunks(parameter, seed=self._seed, step=step, name=name):
+            round_into(chunk.of(state["momentum_buffer"]), chunk.of(momentum), chunk.first)
 
     def _state_of(self, parameter: torch.nn.Parameter, args: MuonArgs) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -181,7 +203,6 @@ class _Returning:
 
     updates: Flight
     moments: Flight | None = None
-    exchange: MatrixExchange | None = None
     shards: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def apply(self, plan: _Plan, settings: Mapping[str, Any]) -> None:
@@ -195,9 +216,23 @@ class _Returning:
             elif decay:
                 weight.mul_(1 - lr * decay)
             weight.add_(update, alpha=-lr * lr_adjustment(*matrix.shape, adjust_lr=args.adjust_lr))
-        if self.moments is not None and self.exchange is not None:
-            for column, part, values in self.moments.wait():
-                self.exchange.window(local_shard(self.shards[column.parameter]), column, part).copy_(values)
+        for column, part, values in self.moments.wait() if self.moments else ():
+            plan.column_exchange.window(self.shards[column.parameter], column, part).copy_(values)
+
+
+def _updated(momentum: Tensor, gradient: Tensor | None, settings: Mapping[str, Any], *, factor: float) -> Tensor:
+    """Updates the momentum [shard] by a gradient times `factor`; returns what is to be orthogonalized.
+
+    Both are updated in place: the result may be the gradient's memory.
+    """
+    decay, nesterov = settings["momentum"], settings["args"].nesterov
+    if gradient is None:
+        momentum.mul_(decay)
+        return momentum * decay if nesterov else momentum
+    gradient = local_shard(gradient).to(momentum.dtype)
+    gradient = gradient.mul_(factor) if factor != 1.0 else gradient
+    momentum.lerp_(gradient, 1 - decay)
+    return gradient.lerp_(momentum, decay) if nesterov else momentum
 
 
 def _plan(settings: Mapping[str, Any], *, layout: MatrixLayout) -> _Plan:
@@ -206,18 +241,30 @@ def _plan(settings: Mapping[str, Any], *, layout: MatrixLayout) -> _Plan:
     rank = dist.get_rank() if dist.is_initialized() else 0
     group = group_for(parameters, stage=layout.group)
     cost = partial(orthogonalize_flops, iterations=args.iterations)
-    return _Plan(
-        parameters=parameters,
-        buckets=assign_owners(parameters, block_rows=block_rows, cost=cost, rank=rank),
-        exchange=MatrixExchange(dict(enumerate(parameters)), group=group, rank=rank),
-        group=group,
-        rank=rank,
-    )
+    exchange = MatrixExchange(dict(enumerate(parameters)), group=group, rank=rank)
+    moments = {index: _zeros_by_row(x.detach()) for index, x in enumerate(parameters) if args.normalize == "neuron"}
+    column_exchange = MatrixExchange(moments, group=group, rank=rank)
+    buckets = []
+    for matrices in assign_owners(parameters, block_rows=block_rows, cost=cost, rank=rank):
+        columns = {each: row_values(each, moments[each.parameter], rank=rank) for each in matrices if moments}
+        to_owners, to_holders = exchange.routes(matrices)
+        buckets.append(
+            _Bucket(
+                parameters=[*dict.fromkeys(matrix.parameter for matrix in matrices)],
+                to_owners=to_owners,
+                to_holders=to_holders,
+                columns=columns,
+                columns_to_holders=column_exchange.routes([*columns.values()])[1],
+            )
+        )
+    return _Plan(parameters=parameters, buckets=buckets, exchange=exchange, column_exchange=column_exchange)
 
 
 def muon_state(parameter: Tensor, args: MuonArgs) -> dict[str, Tensor]:
     """Returns the state of a parameter before its first step, by torch's names; of rows, fp32 [..., rows, 1]."""
-    state = {"momentum_buffer": torch.zeros_like(parameter)}
+    state = {"momentum_buffer": torch.zeros_like(parameter, dtype=state_dtype_of(parameter, args.state_dtype))}
+    if args.state_dtype == "bfloat16":
+        state["step"] = torch.zeros((), dtype=torch.float32)
     return state | ({"row_second_moment": _zeros_by_row(parameter)} if args.normalize == "neuron" else {})
 
 
@@ -243,8 +290,8 @@ def _normalize_rows(update: Tensor, moment: Tensor, *, beta2: float) -> Tensor:
     return (normalized * (squares.sum().sqrt() / normalized.norm().clamp(min=_EPS))).to(update.dtype)
 
 
-def _orthogonalized(complete: Sequence[tuple[Matrix, Tensor]], args: MuonArgs) -> dict[int, Tensor]:
-    """Returns the update of each matrix by its id(); those of one shape are computed in one batched product."""
+def _orthogonalized(complete: Sequence[tuple[Matrix, Tensor]], args: MuonArgs) -> dict[Matrix, Tensor]:
+    """Returns the update of each matrix; those of one shape are computed in one batched product."""
     by_shape: dict[tuple[int, int], list[tuple[Matrix, Tensor]]] = defaultdict(list)
     for matrix, values in complete:
         by_shape[matrix.shape].append((matrix, values))
@@ -252,7 +299,7 @@ def _orthogonalized(complete: Sequence[tuple[Matrix, Tensor]], args: MuonArgs) -
     for same in by_shape.values():
         stacked = torch.stack([values for _, values in same]) if len(same) > 1 else same[0][1][None]
         updates = orthogonalize(
-            stacked, coefficients=args.coefficients, iterations=args.iterations, dtype=getattr(torch, args.dtype)
+            stacked, coefficients=args.coefficients, iterations=args.iterations, dtype=stacked.dtype
         )
-        results |= {id(matrix): update for (matrix, _), update in zip(same, updates, strict=True)}
+        results |= {matrix: update for (matrix, _), update in zip(same, updates, strict=True)}
     return results

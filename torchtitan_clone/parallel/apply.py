@@ -4,6 +4,7 @@ Source of activation checkpointing: arXiv 1604.06174; selective, arXiv 2205.0519
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -14,9 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism
 from torchtitan_clone.config.schema_training import Training
-from torchtitan_clone.interfaces import FSDPGroup, KeptOperations, TensorPlan
-from torchtitan_clone.parallel.context import apply_context_parallel
-from torchtitan_clone.parallel.expert import apply_expert_parallel, divide_rows, expert_modules
+from torchtitan_clone.interfaces import FSDPGroup, KeptOperations, TensorPlan, modules_that_keep_dtype
 from torchtitan_clone.parallel.fsdp import ShardingOptions, apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel
@@ -48,23 +47,35 @@ def apply_parallelism(
     modules = set(modules)
     model.keep_modules(modules)
     convert(model)
-    experts = expert_modules(model) if mesh.ep is not None else []
+    experts: list[nn.Module] = []
     if mesh.ep is not None:
+        from torchtitan_clone.parallel.expert import apply_expert_parallel, expert_modules
+
+        experts = expert_modules(model)
         apply_expert_parallel(experts, mesh=mesh.ep)
     if mesh.tp.size() > 1:
         apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
     if parallelism.enable_async_tensor_parallel:
         torch_compat.enable_async_tensor_parallel(mesh.tp)
+    method = parallelism.context_parallel_rotate_method
     if mesh.cp.size() > 1:
-        apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
-    divide_rows(model, cp=mesh.cp, tp=mesh.tp, method=parallelism.context_parallel_rotate_method)
+        from torchtitan_clone.parallel.context import OPERATORS, apply_context_parallel
+
+        apply_context_parallel(model, mesh=mesh.cp, method=method)
+        kept_operations = replace(kept_operations, always=kept_operations.always | OPERATORS)
+    if mesh.cp.size() * mesh.tp.size() > 1:
+        from torchtitan_clone.parallel.expert import divide_rows
+
+        divide_rows(model, cp=mesh.cp, tp=mesh.tp, method=method)
     frozen = modules & set(frozen)
     _checkpoint_activations(
         model.layers, config=activation_checkpoint, kept=kept_operations, frozen=frozen,
         preserve_rng_state=not compile.cuda_graph,  # a graph cannot read it
     )  # fmt: skip
     if compile.compiles_model:
-        fullgraph = not experts  # the exchange of tokens is not in the graph
+        # The exchange of tokens is not in the graph, nor is the gathering of parameters inside of blocks.
+        is_mixed = training.mixed_precision_param != training.dtype and bool(modules_that_keep_dtype(model))
+        fullgraph = not experts and not is_mixed
         for name, block in list(model.layers.items()):  # equal blocks share one compilation
             compiled = torch.compile(block, backend=compile.backend, fullgraph=fullgraph)
             model.layers[name] = cast("nn.Module", compiled)
@@ -96,11 +107,10 @@ def _checkpoint_activations(
 
 
 def _selective_context(kept: KeptOperations):
-    always = kept.always | {torch.ops.torchtitan_clone.context_attention.default}
     counts = {"forward": 0, "recompute": 0}
 
     def policy(ctx, op, *args, **kwargs):
-        keep = op in always
+        keep = op in kept.always
         if op in kept.alternating:
             phase = "recompute" if ctx.is_recompute else "forward"
             counts[phase] += 1

@@ -5,7 +5,8 @@ tokens from the front and the mirrored one from the back, since late tokens cost
 
     tokens of a row   [ 0 ][ 1 ][ 2 ][ 2 ][ 1 ][ 0 ]
 
-"alltoall" exchanges heads for tokens (`head_exchange.py`).
+"alltoall" exchanges heads for tokens (`head_exchange.py`), of contiguous spans. With all of them linear attention
+passes states from span to span (`state_exchange.py`).
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
 Source: arXiv 2411.01783 (gathered, balanced), 2310.01889 (ring).
@@ -13,7 +14,7 @@ Source: arXiv 2411.01783 (gathered, balanced), 2310.01889 (ring).
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,31 +36,27 @@ from torchtitan_clone.ops.blockwise_attention import (
 from torchtitan_clone.ops.kernels import PartialKernel
 from torchtitan_clone.ops.varlen_attention import Attention, Queries, Spans
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
+from torchtitan_clone.parallel.mesh import Method, local_tokens
+from torchtitan_clone.parallel.state_exchange import OPERATORS as STATE_OPERATORS
+from torchtitan_clone.parallel.state_exchange import PieceStarts, StateExchange
 from torchtitan_clone.torch_compat import process_group_of
-
-Method = Literal["allgather", "alltoall", "ring"]
-
-
-def local_tokens(seq_len: int, *, rank: int, degree: int, method: Method) -> list[range]:
-    """Returns the indices of the tokens of each row that this rank holds, in their order in memory."""
-    if method == "alltoall":
-        size = seq_len // degree
-        return [range(rank * size, (rank + 1) * size)]
-    size = seq_len // (2 * degree)
-    return [range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * degree - 1 - rank)]
 
 
 def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method) -> None:
     """Replaces the attention of all blocks in place; the model then gets this rank's tokens, but all documents."""
     group = mesh.get_group()
     if method == "alltoall":
-        model.attention_mask = CompleteRows(model.get_submodule("attention_mask"), degree=group.size())
+        mask = CompleteRows(model.get_submodule("attention_mask"), degree=group.size())
     else:
-        model.attention_mask = LocalStarts(rank=group.rank(), degree=group.size(), method=method)
+        mask = LocalStarts(rank=group.rank(), degree=group.size(), method=method)
+    model.attention_mask = PieceStarts(mask, group=group, method=method)
     for block in model.get_submodule("layers").children():
         attention = block.get_submodule("attention")
-        if method == "alltoall":
-            attention.core = HeadExchange(attention.get_submodule("core"), group=group)
+        core = attention.get_submodule("core")
+        if not isinstance(core, AttentionModule):  # linear attention
+            attention.core = StateExchange(group_name=group.group_name, method=method)
+        elif method == "alltoall":
+            attention.core = HeadExchange(core, group=group)
         else:
             attention.core = KeyExchange(group_name=group.group_name, exchange=method)
 
@@ -92,13 +89,12 @@ class KeyExchange(AttentionModule):
 
     def __init__(self, *, group_name: str, exchange: Method):
         super().__init__()
-        self._group_name = group_name
-        self._exchange = exchange
+        self.exchange = exchange, group_name
 
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None, sinks_N: Tensor | None = None
     ) -> Tensor:
-        options = self.choose(q_BTNH, mask, over_keys=True).name, self._exchange, self._group_name
+        options = self.choose(q_BTNH, mask, over_keys=True).name, *self.exchange
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, *options)[0]
 
 
@@ -175,10 +171,16 @@ def _shares_of_keys(
             yield spans[rank], tuple(kv)
 
 
-def _spans(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Spans]:
+def spans_of_ranks(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Spans]:
     """Returns the tokens of each rank."""
     degree = group.size()
     return [local_tokens(x_BTNH.shape[1] * degree, rank=rank, degree=degree, method="ring") for rank in range(degree)]
+
+
+def keys_of_ranks(k_BTKH: Tensor, *, group: dist.ProcessGroup, exchange: str) -> Iterator[tuple[Spans, Tensor]]:
+    """Yields the spans of a rank and its keys, of one rank after another."""
+    spans = spans_of_ranks(k_BTKH, group)
+    yield from ((spans[rank], k) for rank, k in _FETCH[exchange](k_BTKH.contiguous(), group))
 
 
 class _WholeRows:
@@ -238,7 +240,7 @@ def context_attention(
     """
     group, over_keys = process_group_of(group_name), KERNELS[kernel].over_keys
     assert over_keys is not None
-    spans = _spans(q_BTNH, group)
+    spans = spans_of_ranks(q_BTNH, group)
     queries = Queries(spans=spans[group.rank()], starts_BT=starts_BT, num_rows=len(q_BTNH))
     whole_rows = over_keys.takes_whole_rows and exchange == "allgather"
     shares = _shares_of_keys(k_BTKH, v_BTKH, spans=spans, group=group, exchange=exchange, whole_rows=whole_rows)
@@ -257,7 +259,7 @@ def context_attention_backward(
     """Returns the gradients of `context_attention` with respect to q, k and v."""
     group, over_keys = process_group_of(group_name), KERNELS[kernel].over_keys
     assert over_keys is not None
-    spans = _spans(q_BTNH, group)
+    spans = spans_of_ranks(q_BTNH, group)
     queries = Queries(spans=spans[group.rank()], starts_BT=starts_BT, num_rows=len(q_BTNH))
     whole_rows = over_keys.takes_whole_rows and exchange == "allgather"
     shares = _shares_of_keys(k_BTKH, v_BTKH, spans=spans, group=group, exchange=exchange, whole_rows=whole_rows)
@@ -312,3 +314,5 @@ context_attention.register_fake(fake_attention)
 context_attention_backward.register_fake(fake_gradients)
 context_attention.register_autograd(_backward, setup_context=_save_for_backward)
 COMMUNICATING_OPERATIONS.extend((context_attention, context_attention_backward))
+OPERATORS = STATE_OPERATORS | {torch.ops.torchtitan_clone.context_attention.default}
+"""Those that selective activation checkpointing keeps."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_clone.comm.collectives import others, start_exchange, uses_messages
 from torchtitan_clone.ops.permutation import Permute, inverse
-from torchtitan_clone.parallel.context import Method, local_tokens
+from torchtitan_clone.parallel.mesh import Method, local_tokens
 from torchtitan_clone.torch_compat import is_fake, sum_over_group
 
 
@@ -93,7 +93,7 @@ class DividedRows:
 
 def divide_rows(model: nn.Module, *, cp: DeviceMesh, tp: DeviceMesh, method: Method) -> None:
     """Tells the routers of a model which tokens of each row this rank has."""
-    for module in model.modules() if cp.size() * tp.size() > 1 else ():
+    for module in model.modules():
         if hasattr(module, "rows"):
             cast("Any", module).rows = DividedRows(cp=cp, tp=tp, method=method)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Protocol, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torchtitan_clone.parallel.unsharded import unsharded_parameters, unwrapped_
 
 T = TypeVar("T")
 LossFn = Callable[..., Tensor]  # see ops.cross_entropy.build_loss()
+TeacherOfRows = Callable[["Rows", Callable[..., Tensor]], Tensor]  # see run.teacher
 
 
 class Rows(Protocol):
@@ -92,8 +93,13 @@ class Objective:
         return StepOutput(loss=loss, auxiliary=dict(zip(self._names, terms, strict=True)))
 
 
-def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.device) -> ForwardBackward:
-    """Returns the step for a model that is complete on this rank; pipeline.py has the pipelined one."""
+def build_forward_backward(
+    model: nn.Module, *, loss_fn: LossFn, device: torch.device, teacher: TeacherOfRows | None = None
+) -> ForwardBackward:
+    """Returns the step for a model that is complete on this rank; pipeline.py has the pipelined one.
+
+    `teacher` is that of each micro-batch, which the loss gets where there are gradients.
+    """
     objective = Objective(auxiliary_terms(model), device=device)
     unsharded = unsharded_parameters(model)
 
@@ -109,7 +115,7 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
                 documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
                 sums = model(
                     rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,
-                    targets_BT=rows.targets_BT, loss_fn=loss_fn, **optional_tensors(rows),
+                    targets_BT=rows.targets_BT, loss_fn=_with_teacher(loss_fn, teacher, rows), **optional_tensors(rows),
                 )  # fmt: skip
                 mean = objective.add(sums)
                 if torch.is_grad_enabled():
@@ -118,6 +124,12 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
         return objective.output()
 
     return run
+
+
+def _with_teacher(loss_fn: LossFn, teacher: TeacherOfRows | None, rows: Rows) -> LossFn:
+    if teacher is None or not torch.is_grad_enabled():
+        return loss_fn
+    return partial(loss_fn, teacher=partial(teacher, rows))
 
 
 def optional_tensors(rows: Rows) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from torchtitan_clone import torch_compat
 from torchtitan_clone.comm.collectives import Messages, others, start_all_to_all, start_exchange, sum_parts
 from torchtitan_clone.config.schema import Parallelism
 from torchtitan_clone.config.schema_training import Training
-from torchtitan_clone.interfaces import FSDPGroup
+from torchtitan_clone.interfaces import FSDPGroup, modules_that_keep_dtype
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.unsharded import apply_unsharded
 
@@ -48,6 +48,7 @@ def apply_fsdp(
 
     A single rank that computes in the data type of the parameters leaves the model as it is.
     `experts` are modules whose parameters are sharded over the ep axis; they are sharded over `expert_mesh` further.
+    Modules that keep their data type are one more group, which stays gathered from the first to the last of them.
     """
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
@@ -70,6 +71,9 @@ def apply_fsdp(
         shard(
             module, mesh=expert_mesh, reshard_after_forward=reshard, shard_placement_fn=_expert_placement(expert_mesh)
         )
+    precise = modules_that_keep_dtype(model) if param_dtype != getattr(torch, training.dtype) else []
+    if precise:
+        shard(precise, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False)
     groups = _merged(groups, max_blocks=options.blocks_per_group)
     for group in groups:
         # Weights that backward needs first would be gathered again at once.
@@ -84,7 +88,8 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     # FSDP2 converts sums of another type at once.
     pending = PendingSums() if reduce_dtype == getattr(torch, training.dtype) else None
-    for modules in ([model], *([module] for module in experts), *(group.modules for group in groups)):
+    own = [precise] if precise else []
+    for modules in ([model], *own, *([module] for module in experts), *(group.modules for group in groups)):
         own_mesh = expert_mesh if expert_mesh is not None and modules[0] in experts else mesh
         _set_communication(modules, mesh=own_mesh, pending=pending)
         for module in modules:

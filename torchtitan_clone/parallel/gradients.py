@@ -1,6 +1,6 @@
 """Norms of gradients and sums of numbers over all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
@@ -15,6 +15,8 @@ from torchtitan_clone.torch_compat import foreach_norms, is_fake
 
 _PIECE = 2**17
 """Elements that a CPU converts to float64 at a time."""
+_SMALL = 2**14
+"""Elements of the largest tensor that torch's norm may copy as a whole, with fewer calls."""
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of P100, V100, A100, H100 or H200, and B200: float64 at a half of the speed of fp32."""
 
@@ -26,20 +28,28 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, ranks: int) -> Tensor:
     """
     parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    with torch.no_grad():  # else each shard would be the result of a function of autograd
-        local = [local_shard(gradient) for gradient in gradients]
-    squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    if local:  # empty on a rank whose blocks are all frozen
-        squares_of_each = norms_of(local).double().square()
-        if dist.get_world_size() > 1:  # Replicas count once, so that one sum over all ranks is enough for every mesh.
-            copies = [ranks / _num_shards(gradient) for gradient in gradients]
-            replicas = torch.tensor(copies, dtype=torch.float64, pin_memory=local[0].is_cuda)
-            squares_of_each /= replicas.to(squares.device, non_blocking=True)
-        squares = squares_of_each.sum()
+    squares = share_of_squares(gradients, like=gradients, ranks=ranks, device=parameters[0].device)
     if dist.get_world_size() > 1:
         with OVER_ALL_RANKS:
             dist.all_reduce(squares)
     return squares.sqrt().float()
+
+
+def share_of_squares(tensors: Sequence[Tensor], *, like: Sequence[Tensor], ranks: int, device: torch.device) -> Tensor:
+    """Returns this rank's share [] of the sum of squares of all elements, fp64; zero on `device` without tensors.
+
+    `tensors` are laid out as `like`, or are this rank's shards of such. The shares of all ranks add up on every mesh,
+    because replicas count once: each tensor is on `ranks` of them, as shards or copies.
+    """
+    if not tensors:  # on a rank whose blocks are all frozen
+        return torch.zeros((), dtype=torch.float64, device=device)
+    with torch.no_grad():  # else each shard would be the result of a function of autograd
+        local = [local_shard(tensor) for tensor in tensors]
+    squares = norms_of(local).double().square()
+    if dist.get_world_size() > 1:
+        copies = torch.tensor([ranks / _num_shards(x) for x in like], dtype=torch.float64, pin_memory=local[0].is_cuda)
+        squares /= copies.to(squares.device, non_blocking=True)
+    return squares.sum()
 
 
 def clipping_factor(norm: float, *, max_norm: float) -> float:
@@ -52,7 +62,9 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     """Returns the 2-norm [len(tensors)] of each tensor, on a CPU in float64."""
     device = tensors[0].device
     if device.type == "cpu" and not is_fake(tensors[0]):  # a simulation would take seconds for its many pieces
-        return torch.stack([_sum_of_squares(x) for x in tensors]).sqrt()
+        small = [x for x in tensors if x.numel() <= _SMALL]
+        of_small = iter(foreach_norms(small, dtype=torch.float64) if small else ())
+        return torch.stack([next(of_small) if x.numel() <= _SMALL else _sum_of_squares(x).sqrt() for x in tensors])
     return foreach_norms(tensors, dtype=norm_dtype(_capability(device)))
 
 
@@ -78,10 +90,10 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if is_present else None
 
 
-def _num_shards(gradient: Tensor) -> int:
-    if not isinstance(gradient, DTensor):
+def _num_shards(tensor: Tensor) -> int:
+    if not isinstance(tensor, DTensor):
         return 1
-    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return prod(size for size, placement in sizes if not placement.is_replicate())
 
 

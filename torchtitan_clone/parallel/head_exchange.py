@@ -23,11 +23,11 @@ class CompleteRows(nn.Module):
 
     def __init__(self, mask: nn.Module, *, degree: int):
         super().__init__()
-        self._mask = mask
+        self.mask = mask
         self._degree = degree
 
     def forward(self, documents_BS: OnHost | Tensor | None, positions_BT: Tensor, **options: object) -> object:
-        return self._mask(documents_BS, positions_BT.repeat(1, self._degree), **options)
+        return self.mask(documents_BS, positions_BT.repeat(1, self._degree), **options)
 
 
 class HeadExchange(nn.Module):
@@ -36,15 +36,15 @@ class HeadExchange(nn.Module):
     def __init__(self, core: nn.Module, *, group: dist.ProcessGroup):
         super().__init__()
         self.core = core
-        self._group = group
+        self.group = group
 
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object, sinks_N: Tensor | None = None
     ) -> Tensor:
-        qkv = gather_tokens((q_BTNH, k_BTKH, v_BTKH), group=self._group)
+        qkv = gather_tokens((q_BTNH, k_BTKH, v_BTKH), group=self.group)
         if sinks_N is not None:
-            sinks_N = sinks_N.unflatten(0, (self._group.size(), -1))[self._group.rank()]
-        return gather_heads(self.core(*qkv, mask, sinks_N), group=self._group)
+            sinks_N = sinks_N.unflatten(0, (self.group.size(), -1))[self.group.rank()]
+        return gather_heads(self.core(*qkv, mask, sinks_N), group=self.group)
 
 
 def gather_tokens(by_heads: Sequence[Tensor], *, group: dist.ProcessGroup) -> Sequence[Tensor]:

@@ -11,13 +11,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from torchtitan_clone.interfaces import Constant
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 
 BLOCK_ELEMENTS = 1 << 18
 MOST_THREADS = 16
 _SERIAL_ELEMENTS = 1 << 14
 """Elements of one operation: few enough that torch computes it in the thread that draws the block."""
-StdOf = Callable[[str], float | None]  # the standard deviation by the parameter's name; None fills with ones
+Transform = Callable[[Tensor], Tensor]
+"""Returns initial values from normal ones with standard deviation 1, of each its own."""
+StdOf = Callable[[str], float | Constant | Transform | None]
+"""The standard deviation by the parameter's name, or a transform; None: all elements are one."""
 
 
 def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf, cutoff: float = 3.0) -> None:
@@ -31,8 +35,8 @@ def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of
             std = std_of(name)
             local, offset = local_shard_and_offset(parameter)
             local, shape = local.detach(), parameter.shape
-            if std is None:
-                local.fill_(1.0)
+            if std is None or isinstance(std, Constant):
+                local.fill_(1.0 if std is None else std.value)
             elif local.numel():
                 rows = max(1, BLOCK_ELEMENTS // max(1, shape[1:].numel()))
                 fill = partial(
@@ -47,7 +51,7 @@ def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of
 
 def _fill_block(
     block: int, *, local: Tensor, offset: tuple[int, ...], shape: torch.Size, rows: int, name: str, seed: int,
-    std: float, cutoff: float,
+    std: float | Transform, cutoff: float,
 ) -> None:  # fmt: skip
     """Fills the part of a block of so many rows that `local` holds, which starts at `offset` of the parameter."""
     top = block * rows
@@ -59,8 +63,11 @@ def _fill_block(
     size = (bottom - top, *shape[1:])
     in_place = target.shape == size and target.is_contiguous() and target.is_cpu and target.dtype == torch.float32
     values = torch.randn(size, generator=generator, out=target if in_place else torch.empty(size))
+    scale = 1.0 if callable(std) else std
     for part in values.view(-1).split(_SERIAL_ELEMENTS):
-        part.mul_(std).clamp_(-cutoff * std, cutoff * std)
+        part.mul_(scale).clamp_(-cutoff * scale, cutoff * scale)
+        if callable(std):
+            part.copy_(std(part))
     if not in_place:
         columns = (slice(start, start + count) for start, count in zip(offset[1:], local.shape[1:], strict=True))
         source = values[(slice(first - top, last - top), *columns)]

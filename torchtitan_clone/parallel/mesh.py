@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import prod
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ _numbers = count(1)
 _singleton_name = ""
 """torch's name of the process group that _singleton_group() has created."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+Method = Literal["allgather", "alltoall", "ring"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,15 @@ class Mesh:
         disconnect(self.groups)
         for group in self.groups:
             dist.destroy_process_group(group)
+
+
+def local_tokens(seq_len: int, *, rank: int, degree: int, method: Method) -> list[range]:
+    """Returns the indices of the tokens of each row that a rank of the cp axis holds, in their order in memory."""
+    if method == "alltoall":
+        size = seq_len // degree
+        return [range(rank * size, (rank + 1) * size)]
+    size = seq_len // (2 * degree)
+    return [range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * degree - 1 - rank)]
 
 
 def batch_rank(degrees: Degrees, *, rank: int) -> int:

@@ -17,6 +17,7 @@ from torchtitan_clone.comm.collectives import disconnect
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.config.schema import Comm, Compile, Debug
+from torchtitan_clone.config.started import as_started
 from torchtitan_clone.documents import escape
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
 from torchtitan_clone.ops.compile_cache import set_compile_cache
@@ -57,12 +58,13 @@ class Launch:
         absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if absent and (self.world_size > 1 or "RANK" in os.environ):
             names = ", ".join(f"${name}" for name in absent)
-            raise ConfigError(f"$RANK and $WORLD_SIZE need {names} too; start with run_train.sh, or unset all of them")
+            remedy = f"{as_started('start with run_train.sh')}, or unset all of them"
+            raise ConfigError(f"$RANK and $WORLD_SIZE need {names} too; {remedy}")
         if not torch.cuda.is_available():
             return
         if self.world_size > 1 and "LOCAL_RANK" not in os.environ:
             raise EnvironmentVariableError(
-                "$WORLD_SIZE needs $LOCAL_RANK too, to select a GPU; start with run_train.sh"
+                as_started("$WORLD_SIZE needs $LOCAL_RANK too, to select a GPU; start with run_train.sh")
             )
         if self.local_rank >= (count := torch.cuda.device_count()):
             rule = f"must be below {count}, the number of GPUs that this process sees"

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan_clone.comm.collectives import StartedSum
 from torchtitan_clone.comm.tracing import COPIES_OF_WEIGHTS
+from torchtitan_clone.interfaces import KeepsDtype
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.layers import Linear
 from torchtitan_clone.torch_compat import after_backward, converted, with_shard
@@ -131,8 +132,10 @@ class UnshardedParameters:
         parameters = [(module, name, cast("nn.Parameter", module._parameters[name])) for module, name in self._places]
         with torch.no_grad():  # else each shard would be the result of a function of autograd
             shards = {parameter: local_shard(parameter) for _, _, parameter in parameters}
+        kept = {parameter for module, _, parameter in parameters if isinstance(module, KeepsDtype)}
+        cast_shards = {parameter: shard for parameter, shard in shards.items() if parameter not in kept}
         with COPIES_OF_WEIGHTS:
-            shards = dict(zip(shards, converted([*shards.values()], self._dtype), strict=True))
+            shards |= zip(cast_shards, converted([*cast_shards.values()], self._dtype), strict=True)
         plain: dict[nn.Parameter, nn.Parameter] = {}
         for module, name, parameter in parameters:
             if parameter not in plain:

@@ -12,6 +12,7 @@ import tomli
 
 from torchtitan_clone.config import Config, ConfigError, overlay
 from torchtitan_clone.config.messages import shown
+from torchtitan_clone.config.started import as_started
 from torchtitan_clone.documents import DocumentError, read_regular
 from torchtitan_clone.run.describe import DEVICE_TYPES
 
@@ -133,7 +134,7 @@ def read_hardware(name: str) -> Hardware:
     """Returns the table of that name or in that file; ConfigError for an unknown name or an invalid table."""
     path = Path(name) if name.endswith(".toml") else TABLES / f"{name.lower()}.toml"
     if not name.endswith(".toml") and name.lower() not in known_hardware():
-        remedy = "or the path of a table that scripts/measure_hardware.py wrote"
+        remedy = as_started("or the path of a table that scripts/measure_hardware.py wrote")
         raise ConfigError(f"hardware {shown(name)}: unknown; name one of {', '.join(known_hardware())}, {remedy}.")
     try:
         values = tomli.loads(read_regular(path, follow_links=True).decode())

@@ -59,7 +59,7 @@ def measure_hardware(
     link_us, link_gbps = (round(each, 3) for each in links)
     return Hardware(
         name=name,
-        sources=[f"measured by scripts/measure_hardware.py with torch {torch.__version__}, {dtype}"],
+        sources=[f"measured with torch {torch.__version__}, {dtype}"],
         memory_gib=round(memory_gib, 1),
         products=[[size, round(tflops, 4)] for size, tflops in zip(sizes, products, strict=True)],
         memory_gbps=round(3 * out.nbytes / seconds(lambda: torch.mul(x, y, out=out)) / 1e9, 2),

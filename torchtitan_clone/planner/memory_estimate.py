@@ -9,6 +9,7 @@ from math import ceil
 
 import torch
 
+from torchtitan_clone.ops.layers import ZeroCenteredRMSNorm
 from torchtitan_clone.parallel.pipeline import most_in_flight
 from torchtitan_clone.planner.work import (
     Layer,
@@ -28,7 +29,7 @@ class MemoryEstimate:
     """Bytes of the pipeline rank that needs the most, at its peak."""
 
     state: float
-    """Weights and optimizer state, and gradients where they exist at the peak."""
+    """Weights, optimizer state and averages of weights, and gradients where they exist at the peak."""
     gathered: float
     """Weights that FSDP gathered, or copies of weights without it, and gradients before they are reduced."""
     activations: float
@@ -81,6 +82,7 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     largest = max(map(sum, blocks), default=0.0)
     shards = sum(count * group.elements / group.axis_size for each, count in groups for group in each)
     tensor = shards * getattr(torch, config.training.dtype).itemsize
+    averages = 4 * shards if config.ema.enable else 0.0
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     microbatches = _microbatches(plan)
     gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
@@ -100,14 +102,14 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
         gathered += complete * reduced + largest * shape.itemsize
         passes = plan.microbatches if degrees.pp > 1 else 1  # a second one finds the reduced gradients of the first
         return MemoryEstimate(
-            state=(3 + (passes > 1)) * tensor, gathered=gathered, activations=saved + max(loss, again)
+            state=(3 + (passes > 1)) * tensor + averages, gathered=gathered, activations=saved + max(loss, again)
         )
     gradients, reduction = tensor, largest * (shape.itemsize + reduced)
     if is_without_fsdp(plan):
         gradients, reduction = tensor if not sharding_options(plan).keeps_gradients else shards * shape.itemsize, 0.0
     return max(
-        MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again)),
-        MemoryEstimate(state=3 * tensor + gradients, gathered=gathered + reduction, activations=again),
+        MemoryEstimate(state=3 * tensor + averages, gathered=gathered, activations=saved + max(loss, again)),
+        MemoryEstimate(state=3 * tensor + averages + gradients, gathered=gathered + reduction, activations=again),
         key=lambda each: each.total,
     )
 
@@ -133,28 +135,30 @@ def saved_bytes(layer: Layer, *, shape: Shape, all_saved: bool = False) -> float
     tp, hidden = shape.degrees.tp, shape.args.dim
     share = 0.0 if all_saved else shape.share_again
     # Inputs of norms are sharded over the sequence, their results are gathered.
-    everything = 2 * hidden / tp + 2 * hidden + _complete_features(layer, shape=shape) / tp
+    # A zero-centered one keeps its input in fp32.
+    copies = 4 / shape.itemsize if shape.args.norm_class is ZeroCenteredRMSNorm else 1.0
+    everything = 2 * copies * hidden / tp + 2 * hidden + _complete_features(layer, shape=shape) / tp
     kept = hidden / tp
     if shape.recompute == "op":
         kept += hidden + _kept_features(layer, shape=shape) / tp
     return (share * kept + (1 - share) * everything) * shape.tokens * shape.itemsize
 
 
-def _attention_features(shape: Shape) -> float:
-    """Returns the features per token of queries, keys, values and the result of attention."""
+def _attention_features(layer: Layer, *, shape: Shape) -> float:
+    """Returns the features per token of queries, keys, values and the result of attention with logits."""
     args = shape.args
-    return 2 * (args.n_heads + args.kv_heads) * args.attention_dim
+    return 2 * (args.n_heads + args.kv_heads) * args.attention_dim if layer.delta_sizes is None else 0.0
 
 
 def _complete_features(layer: Layer, *, shape: Shape) -> float:
     """Returns the features per token that a layer saves, without the inputs of attention and feed-forward."""
     used = shape.args.experts_per_token
     saved = ((used if weight.use.is_expert else 1) * weight.use.saved * weight.shape[-2] for weight in layer.matrices)
-    return _attention_features(shape) + sum(saved)
+    return _attention_features(layer, shape=shape) + sum(saved)
 
 
 def _kept_features(layer: Layer, *, shape: Shape) -> float:
     """Returns the features per token that are kept per operation: attention's, and every second product's."""
     used = shape.args.experts_per_token
     kept = sum(weight.shape[-2] * (used if weight.use.is_expert else 1) for weight in layer.matrices[::2])
-    return kept + shape.args.n_heads * shape.args.attention_dim
+    return kept + (shape.args.n_heads * shape.args.attention_dim if layer.delta_sizes is None else 0.0)

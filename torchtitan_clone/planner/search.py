@@ -12,15 +12,17 @@ from operator import itemgetter
 from typing import Literal
 
 from torchtitan_clone.config import Config, ConfigError, Degrees, load_config
+from torchtitan_clone.config.imports import import_modules
 from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.schema import ActivationCheckpoint, Parallelism
 from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.planner.memory_estimate import MemoryEstimate, estimate_memory
 from torchtitan_clone.planner.time_model import StepTime, predict_step_time
 from torchtitan_clone.planner.work import model_work, recompute_option, reshards
+from torchtitan_clone.run.pipeline_rules import find_pipeline_errors
 from torchtitan_clone.run.plan import RunPlan, plan_on_mesh
 from torchtitan_clone.run.preflight import resolve
-from torchtitan_clone.run.rules import find_pipeline_errors, find_run_errors
+from torchtitan_clone.run.rules import find_run_errors
 
 MICROBATCHES = (1, 2, 4, 8, 16)
 RECOMPUTE = (
@@ -274,6 +276,7 @@ def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: in
     `tokens` are those of a step (None: of the configuration, whose mesh then has to suit the devices).
     """
     file = load_config(argv)
+    import_modules(file.job.imports)
     # Nothing is read: the folder of the tokenizer may be on another machine.
     config = replace(file, model=replace(file.model, hf_assets_path=None))
     if tokens is None:

@@ -22,7 +22,9 @@ from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.planner.collective_trace import CollectiveTrace
 from torchtitan_clone.planner.torch_compat import name_fsdp_modules
-from torchtitan_clone.run.engine import build_plan_forward_backward, build_plan_mesh, parallelize_model_parts
+from torchtitan_clone.run.engine import build_plan_mesh
+from torchtitan_clone.run.forward_backward import build_plan_forward_backward
+from torchtitan_clone.run.model_parts import parallelize_model_parts
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.torch_compat import fake_tensors, init_fake_process_group
 

@@ -10,7 +10,8 @@ from torchtitan_clone.parallel.stages import Stages
 from torchtitan_clone.planner.cuda_allocator import replay
 from torchtitan_clone.planner.memory_trace import Event, MemoryTrace
 from torchtitan_clone.planner.simulate import CPU, fake_batch, fake_ranks, simulated
-from torchtitan_clone.run.engine import Engine, parallelize_model_parts
+from torchtitan_clone.run.engine import Engine
+from torchtitan_clone.run.model_parts import parallelize_model_parts
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.torch_compat import fake_tensors
 
@@ -209,4 +210,6 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
                 engine.gradient_norm()
                 engine.optimizer.step(factor=0.5)
                 engine.optimizer.zero_grad()
+                if engine.ema is not None:
+                    engine.ema.update(engine.plan.config.ema.freq)
             return list(trace.events)

@@ -12,6 +12,8 @@ from torch import nn
 
 from torchtitan_clone.config import Config, ConfigError, Degrees
 from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.delta_net import DeltaSizes
+from torchtitan_clone.models.hybrid import HybridArgs
 from torchtitan_clone.ops.weight_use import VECTOR, UsesWeights, WeightUse
 from torchtitan_clone.run.plan import RunPlan, sharding_options
 
@@ -33,6 +35,8 @@ class Layer:
 
     weights: tuple[Weight, ...]
     attended_tokens: float
+    delta_sizes: DeltaSizes | None
+    """Sizes of linear attention, in which a token sees a state instead."""
 
     @property
     def matrices(self) -> list[Weight]:
@@ -89,9 +93,13 @@ def _model_layers(plan: RunPlan, *, seq_len: int) -> tuple[Layer, ...]:
         blocks = plan.spec.build(plan.model_args).layers.values()
     unique: dict[Layer, Layer] = {}
     layers: list[Layer] = []
-    for block, kind in zip(blocks, plan.model_args.layer_kinds(), strict=True):
+    args = plan.model_args
+    delta_sizes = args.delta_sizes if isinstance(args, HybridArgs) else None
+    for block, kind in zip(blocks, args.layer_kinds(), strict=True):
         weights = tuple(_weights_of(block, family=plan.spec.name))
-        layer = Layer(weights=weights, attended_tokens=kind.mean_attended_tokens(seq_len))
+        attended = kind.mean_attended_tokens(seq_len)
+        sizes = delta_sizes if kind.recurrent is not None else None
+        layer = Layer(weights=weights, attended_tokens=attended, delta_sizes=sizes)
         layers.append(unique.setdefault(layer, layer))
     return tuple(layers)
 
@@ -232,8 +240,10 @@ def layer_products(layer: Layer, *, shape: Shape) -> Iterator[Product]:
 
 
 def attention_flops(layer: Layer, *, shape: Shape) -> float:
-    """Returns the FLOPs of attention forward on one rank."""
+    """Returns the FLOPs of attention forward on one rank; of linear attention those in chunks."""
     args = shape.args
+    if layer.delta_sizes is not None:
+        return shape.tokens * layer.delta_sizes.chunk_flops / shape.degrees.tp
     return 4 * shape.tokens * layer.attended_tokens * args.n_heads * args.attention_dim / shape.degrees.tp
 
 
@@ -249,7 +259,8 @@ def layer_transfers(layer: Layer, *, shape: Shape) -> Iterator[Transfer]:
         if not layer.has_experts or degrees.ep == 1 or has_shared_experts:
             yield from _sublayer_transfers(hidden, hidden, again=(again, 0.0))
     if degrees.cp > 1:
-        yield from _context_transfers(shape)
+        sizes = layer.delta_sizes
+        yield from _context_transfers(shape) if sizes is None else _state_transfers(sizes, shape=shape)
     if degrees.ep > 1 and layer.has_experts:
         size = hidden / degrees.tp * args.experts_per_token
         yield Transfer(axis="ep", collective="all_to_all", size=size, forward=2, again=2 * again, backward=2)
@@ -291,6 +302,18 @@ def _context_transfers(shape: Shape) -> Iterator[Transfer]:
         size = pairs * degrees.cp
         yield Transfer(axis="cp", collective="all_gather", size=size, forward=1, again=again, backward=1)
         yield Transfer(axis="cp", collective="reduce_scatter", size=size * 4 / shape.itemsize, backward=1)
+
+
+def _state_transfers(sizes: DeltaSizes, *, shape: Shape) -> Iterator[Transfer]:
+    """Yields those of linear attention: of the states of all pieces of rows, and of tokens between pieces."""
+    degrees, again = shape.degrees, shape.share_again
+    pieces = shape.rows * degrees.cp * (1 if shape.rotate == "alltoall" else 2)
+    states = 4 * sizes.value_heads * sizes.key * (sizes.key + sizes.value) / degrees.tp
+    channels = (2 * sizes.key_heads * sizes.key + sizes.value_heads * sizes.value) / degrees.tp
+    # Selective checkpointing keeps the results of the gated delta rule.
+    of_states = 0.0 if shape.recompute == "op" else again
+    for size, times in ((states, of_states), ((sizes.conv - 1) * channels * shape.itemsize, again)):
+        yield Transfer(axis="cp", collective="all_gather", size=pieces * size, forward=1, again=times, backward=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class ReplicaContext:
     address: str
     """Address of this machine at which other ranks and replica groups connect."""
     step: int
-    """Last step that was trained."""
+    """Number of steps that were committed: the last one that was trained, and those that the run gave up."""
     parameters: Mapping[str, Tensor]
     """Parameters of this rank by name; read by semi-synchronous training only."""
     names: Sequence[str]

@@ -15,12 +15,15 @@ from torchtitan_clone.config import Config, ConfigError, changes_to_toml, to_tom
 from torchtitan_clone.config.checks import find_device_errors
 from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
+from torchtitan_clone.config.started import CHECKOUT, SCRIPTS, uses_checkout
+from torchtitan_clone.config.urls import store_url
 from torchtitan_clone.data import describe_data
 from torchtitan_clone.documents import escape
 from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.observe.metrics import METRICS_FILE
 from torchtitan_clone.optim import build_schedule
 from torchtitan_clone.parallel.mesh import Mesh, describe_mesh
+from torchtitan_clone.run.disk import describe_disk
 from torchtitan_clone.run.plan import RunPlan, first_step_of, later_phases, total_tokens
 
 MAX_DESCRIBED_RANKS = 4096
@@ -136,6 +139,7 @@ def summary(plan: RunPlan) -> str:
         f"FLOPs per token   {first.flops_per_token:,.0f}\n"
         f"tokens per step   {first.tokens_per_step:,} in {first.microbatches:,} micro-batches a rank\n"
         f"tokens of the run {total_tokens(plan):,}\n"
+        f"checkpoints       {describe_disk(plan)}\n"
         f"run folder        {escape(str(plan.folder))}\n"
         f"{''.join(map(_describe_phase, later))}"
     )
@@ -152,7 +156,6 @@ def _describe_phase(plan: RunPlan) -> str:
     )
 
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 JUMP = 1.1
 """A change of the learning rate by more than this factor is worth a line."""
 
@@ -163,18 +166,22 @@ def describe_results(plan: RunPlan) -> list[str]:
     saves = config.checkpoint.enable and not config.checkpoint.load_only
     exports = config.checkpoint.last_save_in_hf
     export, checkpoint = folder / EXPORT_FOLDER / f"step-{step}", step_folder(plan.checkpoint_folder, step)
+    url = store_url(config.checkpoint)
+    is_here = saves and (url is None or checkpoint.is_dir())  # in the store only if nodes share no folder
     events = plan.output_folder / config.metrics.save_tb_folder
     lines = {
         "metrics": f"{plan.output_folder / METRICS_FILE}",
-        "TensorBoard": _command("-m", "tensorboard.main", "--logdir", events)
+        "TensorBoard": _quoted(*_python(), "-m", "tensorboard.main", "--logdir", events)
         if config.metrics.enable_tensorboard
         else "",
-        "report": _command(_script("report.py"), folder),
-        "checkpoint": f"{checkpoint}" if saves else "",
+        "report": _command("report", folder),
+        "checkpoint": f"{checkpoint}" if is_here else "",
+        "stored": f"{url}/step-{step}" if saves and url else "",
+        "copy": _command("checkpoint", "copy", url, "FOLDER") if saves and url and not is_here else "",
         "weights": f"{export}" if exports else "",
-        "export": _command(_script("convert_to_hf.py"), checkpoint, "FOLDER") if saves and not exports else "",
-        "generate": f'{_command(_script("generate.py"), folder if saves else export)} --prompt="..."'
-        if saves or exports
+        "export": _command("convert to_hf", checkpoint, "FOLDER") if is_here and not exports else "",
+        "generate": f'{_command("generate", folder if is_here else export)} --prompt="..."'
+        if is_here or exports
         else "",
         "extend": f"rerun the same command with {describe_extension(config)}" if saves else "",
     }
@@ -196,16 +203,28 @@ def describe_extension(config: Config) -> str:
     )
 
 
-def _script(name: str) -> str:
-    """Returns the path of a script, relative to the working directory if it is in there."""
-    return _shortened(SCRIPTS / name)
+def _command(name: str, *arguments: str | Path) -> str:
+    """Returns a command of this package as the user can type it: with a script of this checkout, or the command."""
+    if uses_checkout():
+        return _quoted(*_python(), _shortened(CHECKOUT / SCRIPTS[name]), *arguments)
+    program = Path(sys.executable).with_name("torchtitan_clone")
+    if not program.exists():  # installed without its scripts
+        return _quoted(*_python(), "-m", "torchtitan_clone", *name.split(), *arguments)
+    return _quoted(_program(program), *name.split(), *arguments)
 
 
-def _command(*arguments: str | Path) -> str:
-    """Returns a command of the Python that runs this, which a shell finds as "python" in an active environment only."""
-    found = shutil.which("python")
-    is_active = found is not None and Path(found).parent == Path(sys.executable).parent
-    return shlex.join(["python" if is_active else _shortened(Path(sys.executable)), *map(str, arguments)])
+def _python() -> list[str]:
+    return [_program(Path(sys.executable).with_name("python"), otherwise=Path(sys.executable))]
+
+
+def _program(path: Path, *, otherwise: Path | None = None) -> str:
+    """Returns the name of a program, which a shell finds in an active environment only, else its path."""
+    found = shutil.which(path.name)
+    return path.name if found is not None and Path(found).parent == path.parent else _shortened(otherwise or path)
+
+
+def _quoted(*words: str | Path) -> str:
+    return shlex.join(map(str, words))
 
 
 def _shortened(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Checks that need no torch, whose import takes seconds: the tables of a configuration, and what they name.
 
 Names are read from the source of the dicts that hold them. Those that a program adds to a dict exist where it has
-imported torch, and are left to later checks.
+imported torch, and are left to later checks, as are all names where modules of job.imports may add to them.
 """
 
 import ast
@@ -20,7 +20,7 @@ from torchtitan_clone.config.checks import (
     find_unknown_optimizers,
     find_unknown_schedule,
 )
-from torchtitan_clone.config.schema_training import Model
+from torchtitan_clone.config.schema_training import FROM_FOLDER, Model
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -36,20 +36,24 @@ def check_without_torch(config: Config, *, problems: Sequence[str] = ()) -> None
     """ConfigError with `problems` and all that is wrong on every device; does nothing where torch is imported."""
     if "torch" in sys.modules:
         return
-    errors = [
-        *problems,
+    names = [] if config.job.imports else _find_unknown_names(config)
+    if errors := [*problems, *names, *find_table_errors(config)]:
+        raise ConfigError(errors)
+
+
+def _find_unknown_names(config: Config) -> list[str]:
+    return [
         *_find_model_errors(config.model),
-        *find_table_errors(config),
         *find_unknown_optimizers(config.optimizer, known=keys_of("OPTIMIZERS", file="optim/optimizers.py")),
         *find_unknown_decay(config.lr_scheduler, known=keys_of("SCHEDULES", file="optim/schedule.py")),
         *find_unknown_schedule(config.parallelism, known=keys_of("SCHEDULES", file="parallel/stages.py")),
     ]
-    if errors:
-        raise ConfigError(errors)
 
 
 def _find_model_errors(model: Model) -> Iterator[str]:
     known = read_families()
+    if model.name == FROM_FOLDER:
+        return
     yield from find_unknown_model(model, known=known)
     if family := known.get(model.name):
         related = [flavor for name in family.related for flavor in known[name].flavors]

@@ -5,9 +5,11 @@ import logging
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.checkpoint.folder import Progress, delete_leftovers, restore_replaced
+from torchtitan_clone.checkpoint.folder import delete_leftovers, restore_replaced
+from torchtitan_clone.checkpoint.progress import Progress
 from torchtitan_clone.comm.json_collectives import broadcast_json
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
+from torchtitan_clone.data.opening import ending_as_trained
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.plan import RunPlan, is_export_due, plan_of
@@ -40,14 +42,13 @@ class Exporter:
         dtype = getattr(torch, plan.config.checkpoint.export_dtype)
         report = export_weights(
             plan.folder / EXPORT_FOLDER / f"step-{step}",
-            tensors=engine.model_tensors(),
+            tensors=engine.model_tensors() | (engine.ema.averages() if engine.ema and plan.config.ema.export else {}),
             slices=format_of(plan.spec).map_state(plan.model_tensors, args=plan.model_args),
             dtype=dtype,
             files=lambda: export_files(
                 spec=plan.spec,
                 model_args=plan.model_args,
-                model=plan.config.model,
-                tokenizer=plan.tokenizer,
+                tokenizer=ending_as_trained(plan.tokenizer, training=plan.config.training, data=plan.config.data),
                 dtype=dtype,
             ),
         )

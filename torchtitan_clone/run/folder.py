@@ -9,12 +9,15 @@ import os
 import socket
 import stat
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchtitan_clone.config import ConfigError
+from torchtitan_clone.checkpoint.folder import CONFIG_FILE
+from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.config import ConfigError, to_toml
 from torchtitan_clone.documents import DocumentError, read_json
-from torchtitan_clone.run.plan import RunPlan, write_config
+from torchtitan_clone.files import write_atomically
+from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.state import TrainingError
 
 logger = logging.getLogger("torchtitan_clone")
@@ -79,6 +82,30 @@ class RunFolder:
                 except (ConfigError, OSError) as error:
                     raise TrainingError(f"{lock.folder} was deleted during training: {error}") from None
                 logger.warning("%s was deleted while training; it is recreated, and training continues", lock.folder)
+
+
+def write_config(plan: RunPlan) -> None:
+    """Writes the options that repeat the run into the output folder, atomically; only warns if it cannot."""
+    try:
+        plan.output_folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(plan.output_folder / CONFIG_FILE, describe_config(plan).encode())
+    except OSError as error:
+        text = "%s/%s cannot be written: %s; the run continues, but the file does not show its options"
+        logger.warning(text, plan.output_folder, CONFIG_FILE, error.strerror)
+
+
+def record_config(plan: RunPlan, *, checkpoints: CheckpointManager, rank: int) -> None:
+    """Writes the options that repeat the run into later checkpoints and, on rank 0, into the output folder."""
+    checkpoints.extra_files[CONFIG_FILE] = describe_config(plan)
+    if rank == 0:
+        write_config(plan)
+
+
+def describe_config(plan: RunPlan) -> str:
+    """Returns the options that repeat the run as TOML: data.skip_steps also names what it passed over after spikes."""
+    skipped = plan.mixture.timeline.skipped if plan.mixture else ()
+    data = replace(plan.config.data, skip_steps=[[*each] for each in skipped])
+    return to_toml(replace(plan.config, data=data))
 
 
 class _Lock:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from torch import Tensor
 from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.data import Dataset, Loader, LoaderOptions, ValidationLoader
 from torchtitan_clone.data.dataset import StreamPosition
-from torchtitan_clone.parallel.context import local_tokens
-from torchtitan_clone.parallel.mesh import batch_rank, context_rank, tensor_rank
+from torchtitan_clone.parallel.mesh import batch_rank, context_rank, local_tokens, tensor_rank
 from torchtitan_clone.run.plan import RunPlan
+
+if TYPE_CHECKING:
+    from torchtitan_clone.data.predictions import ReadPredictions
 
 
 def open_loaders(
@@ -40,6 +43,7 @@ def open_loaders(
         local_batch_size=config.training.local_batch_size,
         num_workers=config.data.num_workers,
         gather_positions=_gather_positions,
+        read_predictions=_prediction_reader(plan, dataset=dataset, options=options),
     )
     if position:
         loader.load_state_dict(position, allow_change=config.checkpoint.allow_data_change)
@@ -47,6 +51,21 @@ def open_loaders(
         return loader, None
     rows = config.validation.local_batch_size * plan.degrees.data
     return loader, ValidationLoader(dataset, options=replace(options, mtp_depth=0), global_batch_size=rows)
+
+
+def _prediction_reader(plan: RunPlan, *, dataset: Dataset, options: LoaderOptions) -> "ReadPredictions | None":
+    """Returns what reads the stored predictions of a teacher; None without them. ConfigError if some are missing."""
+    config = plan.config
+    if (store := config.distillation.store) is None:
+        return None
+    from torchtitan_clone.data.predictions import prediction_reader
+
+    return prediction_reader(
+        Path(store), dataset, seq_len=options.seq_len, seed=config.debug.seed,
+        document_masking=options.document_masking, temperature=config.distillation.temperature,
+        vocab_size=plan.model_args.vocab_size,
+        tokens=None if options.token_indices is None else options.token_indices.numpy(),
+    )  # fmt: skip
 
 
 def tokens_of_rank(plan: RunPlan, *, rank: int, seq_len: int | None = None) -> Tensor | None:

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from torchtitan_clone.models.balancing import load_statistics
 from torchtitan_clone.observe.flops import peak_flops_per_second
 from torchtitan_clone.observe.metrics import AUXILIARY, MetricsWriter, speed_columns
 from torchtitan_clone.observe.profiling import peak_memory_gib
@@ -54,8 +54,18 @@ def build_run_metrics(
     )
 
 
-def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> None:
-    """Logs a committed step, and what tokens its experts had."""
+def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState, is_first: bool) -> None:
+    """Logs a committed step if it is due, the first or last of this process, and what tokens its experts had."""
+    plan = state.engine.plan
+    is_due = result.step == plan.last_step or result.step % plan.config.metrics.log_freq == 0
+    if is_first or result.stop or is_due:
+        _log_row(metrics, result=result, state=state)
+    if is_first:
+        metrics.log_goodput(result.step)
+    metrics.progress(result.step)
+
+
+def _log_row(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> None:
     plan = state.engine.plan
     metrics.log(result.step, step_columns(result, state=state, seconds=metrics.mean_seconds()))
     if result.loads and metrics.active:
@@ -79,9 +89,11 @@ def step_columns(result: StepResult, *, state: RunState, seconds: tuple[float, f
         "data_seconds": data_seconds,  # portion of step_seconds spent waiting for data
         "memory_gib": peak_memory_gib(device),  # of this rank's device; on CPU, of the process
         "skipped_steps": state.progress.skipped_steps,  # of the run, for a non-finite loss or gradient norm
+        **_prefixed("lr/", state.engine.optimizer.lr_of_groups),  # by the pattern of groups that set one
         **({} if batch is None else {"batch": batch}),  # number of the global batch in data.stages; of a mixture
+        **{name: value for observer in state.engine.observers for name, value in observer.columns().items()},
         **_prefixed(AUXILIARY, result.auxiliary),  # additional loss terms per target token
-        **_prefixed("router/", load_statistics(result.loads) if result.loads else {}),  # of the load of experts
+        **_prefixed("router/", _load_columns(result.loads)),  # of the load of experts
         **_prefixed("tokens/", tokens),  # tokens that were trained of each source
         **_prefixed("epochs/", epochs),  # how many times each local source was read
         **speed_columns(
@@ -91,6 +103,14 @@ def step_columns(result: StepResult, *, state: RunState, seconds: tuple[float, f
             peak_flops=peak and peak * plan.world_size * plan.num_replica_groups,
         ),
     }
+
+
+def _load_columns(loads: Mapping[str, Tensor]) -> dict[str, float]:
+    if not loads:
+        return {}
+    from torchtitan_clone.models.balancing import load_statistics  # not before: most models have no experts
+
+    return load_statistics(loads)
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

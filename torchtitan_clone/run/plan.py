@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from torchtitan_clone.checkpoint.folder import CONFIG_FILE, Progress
-from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder, to_toml
+from torchtitan_clone.checkpoint.progress import Progress
+from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder
+from torchtitan_clone.config.resolved import checkpoint_folder, output_folder
 from torchtitan_clone.config.schema import Validation
-from torchtitan_clone.config.schema_training import MAX_STEPS
+from torchtitan_clone.config.schema_training import MAX_STEPS, Distillation
 from torchtitan_clone.config.stages import DataStage, Timeline, resolved_timeline
 from torchtitan_clone.data import Tokenizer
-from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.spec import ModelSpec
-from torchtitan_clone.observe.logging import logger
 from torchtitan_clone.ops.kernels import has_bfloat16_units
 from torchtitan_clone.parallel.fsdp import ShardingOptions, requests_fsdp
 from torchtitan_clone.parallel.mesh import describe_mesh
@@ -192,7 +191,7 @@ class RunPlan:
         frozen = set(self.frozen_modules)
         return next(index for index, modules in enumerate(self.stages.modules) if set(modules) - frozen)
 
-    @property
+    @cached_property
     def loss_rank(self) -> int:
         """Rank of the pipeline axis that computes the loss."""
         return self.stages.ranks[-1]
@@ -200,12 +199,11 @@ class RunPlan:
     @property
     def output_folder(self) -> Path:
         """Folder of what this replica group writes by itself; the checkpoint folder is shared by all groups."""
-        options = self.config.fault_tolerance
-        return self.folder / f"replica-{options.replica_id}" if options.enable else self.folder
+        return output_folder(self.config)
 
     @property
     def checkpoint_folder(self) -> Path:
-        return self.folder / self.config.checkpoint.folder
+        return checkpoint_folder(self.folder, checkpoint=self.config.checkpoint)
 
     @property
     def num_replica_groups(self) -> int:
@@ -218,7 +216,7 @@ class RunPlan:
         rows = self.degrees.data * self.num_replica_groups * self.config.training.local_batch_size
         return self.global_batch_size // rows
 
-    @property
+    @cached_property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.global_batch_size * self.config.training.seq_len
@@ -378,8 +376,8 @@ def replica_identity(plan: RunPlan) -> str:
         options.fragment_sync_delay, options.fragment_update_alpha,
     )  # fmt: skip
     sizes = (plan.global_batch_size, plan.degrees, plan.stages)
-    texts = (config.data.held_out_fraction, plan.tokenizer.fingerprint)
-    return _trained_options(config) + repr((sizes, averages, config.quantize, *texts))
+    texts = (config.data.held_out_fraction, config.metrics.statistics_freq, plan.tokenizer.fingerprint)
+    return _trained_options(config) + repr((sizes, averages, config.quantize, config.ema, *texts))
 
 
 def _trained_options(config: Config) -> str:
@@ -388,7 +386,12 @@ def _trained_options(config: Config) -> str:
     sources = [replace(source, path=None) for source in config.data.sources]
     data = (sources, config.data.stages, config.data.skip_steps, config.data.packing, config.data.drop_duplicates)
     debug = (config.debug.seed, config.debug.moe_force_load_balance)
-    return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug, *data))
+    teacher: list[Distillation] = []
+    if config.distillation.is_enabled:
+        from torchtitan_clone.run.weights_folder import with_digest
+
+        teacher.append(with_digest(config.distillation))
+    return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug, *data, *teacher))
 
 
 def run_identity(plan: RunPlan) -> str:
@@ -419,16 +422,6 @@ def describe_phase(plan: RunPlan) -> str:
     """Returns what begins with a phase."""
     rows = f"{plan.global_batch_size:,} sequences of {plan.config.training.seq_len:,} tokens"
     return f"{rows}, {plan.frozen_layers} layers frozen, {describe_mesh(plan.degrees).partition(chr(10))[0]}"
-
-
-def write_config(plan: RunPlan) -> None:
-    """Writes the resolved configuration into the output folder, atomically; only warns if it cannot."""
-    try:
-        plan.output_folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(plan.output_folder / CONFIG_FILE, to_toml(plan.config).encode())
-    except OSError as error:
-        text = "%s/%s cannot be written: %s; the run continues, but the file does not show its options"
-        logger.warning(text, plan.output_folder, CONFIG_FILE, error.strerror)
 
 
 def resolved_precision(config: Config, *, device_type: str) -> Config:

@@ -4,11 +4,12 @@
 must provide; `prepare` then opens the data. Notices are warnings of options that work, but probably not as intended.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,22 +17,22 @@ import torch
 
 from torchtitan_clone.checkpoint.folder import (
     CONFIG_FILE,
-    NOTHING_DONE,
     CorruptCheckpointError,
-    Progress,
     committed_steps,
     expected_progress,
     finished_step,
     initial_folder,
     progress_to_resume,
 )
+from torchtitan_clone.checkpoint.progress import NOTHING_DONE, Progress
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.checks import describe_group
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.messages import no_such, shown
 from torchtitan_clone.config.reader import flat
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
-from torchtitan_clone.data import Dataset, build_tokenizer, describe_data, open_dataset
+from torchtitan_clone.config.urls import store_url
+from torchtitan_clone.data import build_tokenizer, describe_data, open_dataset
 from torchtitan_clone.models import find_model
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.moe import MoEModelArgs
@@ -42,8 +43,10 @@ from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_inte
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.replicas.protocol import replica_groups
 from torchtitan_clone.run.describe import check_planner
+from torchtitan_clone.run.disk import checkpoint_bytes, find_disk_notices
 from torchtitan_clone.run.folder import LOCK_FILE, RunFolder
 from torchtitan_clone.run.loaders import open_loaders
+from torchtitan_clone.run.pipeline_rules import find_pipeline_schedule_errors
 from torchtitan_clone.run.plan import (
     RunPlan,
     build_plan,
@@ -55,29 +58,15 @@ from torchtitan_clone.run.plan import (
     resolved_precision,
     run_identity,
 )
-from torchtitan_clone.run.rules import describe_entry, find_pipeline_schedule_errors, find_run_errors
-from torchtitan_clone.run.validation import Evaluator, build_evaluators
+from torchtitan_clone.run.prepared import PreparedRun, find_initial_weights, resolved_model
+from torchtitan_clone.run.rules import describe_entry, find_run_errors
+from torchtitan_clone.run.validation import build_evaluators
 
 if TYPE_CHECKING:
     from torchtitan_clone.data.mixture_dataset import MixtureDataset
-    from torchtitan_clone.hub.weights import InitialWeights
 
 SPLITS_BACKWARD_SINCE = "2.13"
 """Version of torch; 2.11 was tried and fails."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedRun:
-    """A run that may start."""
-
-    plan: RunPlan
-    dataset: Dataset
-    initial_weights: "InitialWeights | None"
-    completed_steps: int
-    """Steps that the run's folder shows as done: where this reaches training.steps, nothing is left to train."""
-    folder: RunFolder | None
-    """The locked output folder; rank 0 has it."""
-    evaluators: Sequence[Evaluator] = ()
 
 
 def resolve(
@@ -89,6 +78,10 @@ def resolve(
     """
     config = resolved_precision(config, device_type=device_type)
     errors = list(problems)
+    try:
+        config = resolved_model(config)
+    except ConfigError as error:  # without a model nothing else can be checked
+        raise ConfigError([*errors, *error.messages]) from None
     spec, model_args, tokenizer = None, None, None
     with _collected(errors):
         tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
@@ -111,7 +104,7 @@ def resolve(
         tokenizer_vocab_size=tokenizer and tokenizer.vocab_size,
         device_type=device_type,
     )
-    errors += find_schedule_errors(config.lr_scheduler)
+    errors += find_schedule_errors(config.lr_scheduler, config.optimizer.groups)
     with _collected(errors):
         _check_torch(config)
     with _collected(errors):
@@ -130,11 +123,24 @@ def resolve(
     plan = build_plan(
         config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer, device_type=device_type
     )
-    if errors := find_optimizer_errors(config.optimizer, parameters=plan.parameters):
+    errors = find_optimizer_errors(config.optimizer, parameters=plan.parameters)
+    if errors := errors or find_qk_clip_errors(plan):
         raise ConfigError(errors)
     if config.fault_tolerance.enable:
         replica_groups().check_parameters(config.fault_tolerance, names=list(plan.parameters))
     return plan
+
+
+def find_qk_clip_errors(plan: RunPlan) -> list[str]:
+    """Returns why weights of this model cannot be clipped; none where logits are only logged."""
+    if (threshold := plan.config.optimizer.qk_clip) is None or threshold == math.inf:
+        return []
+    from torchtitan_clone.models.qk_clip import find_unclippable
+
+    with torch.device("meta"):
+        model = plan.spec.build(plan.model_args)
+    remedy = "set it to inf, which logs the largest logit only, or remove it"
+    return [f"optimizer.qk_clip = {threshold:g}: {reason}; {remedy}." for reason in find_unclippable(model)]
 
 
 @contextmanager
@@ -161,8 +167,11 @@ def _check_torch(config: Config) -> None:
         )
 
 
-def check_start(plan: RunPlan) -> None:
-    """Checks what a start needs of this machine and of the run's folder, without reading data. ConfigError."""
+def check_start(plan: RunPlan) -> Progress:
+    """Checks what a start needs of this machine, of the run's folder and of an object store, without reading data.
+
+    Returns the progress that the run probably resumes from. ConfigError.
+    """
     config = plan.config
     if config.fault_tolerance.enable:
         replica_groups().check_requirements()
@@ -172,7 +181,8 @@ def check_start(plan: RunPlan) -> None:
         check_torchao(must_exist=not config.job.dry_run)
     _check_folder_is_writable(plan.folder, option="job.dump_folder")
     if config.checkpoint.enable and not config.checkpoint.load_only:
-        _check_folder_is_writable(plan.checkpoint_folder, option="checkpoint.folder")
+        option = "checkpoint.folder" if store_url(config.checkpoint) is None else "checkpoint.local_folder"
+        _check_folder_is_writable(plan.checkpoint_folder, option=option)
         _check_folder_is_of_no_other_run(plan)
     if config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval:
         _check_folder_is_writable(plan.folder / EXPORT_FOLDER, option="job.dump_folder")
@@ -187,8 +197,14 @@ def check_start(plan: RunPlan) -> None:
                 f"checkpoint.create_seed_checkpoint = true: {plan.checkpoint_folder} already has checkpoints; choose "
                 "another job.run_name, or set it to false"
             )
-    if not _expected_progress(plan).step:
+    if config.distillation.is_enabled:
+        from torchtitan_clone.run.teacher import check_teacher
+
+        check_teacher(plan)  # first: run_identity() reads its files
+    progress = _expected_progress(plan)
+    if not progress.step:
         find_initial_weights(plan)
+    return progress
 
 
 def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
@@ -199,14 +215,13 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     """
     config = plan.config
     check_interface(config.comm)
-    check_start(plan)
+    progress = check_start(plan)
     launch.check_peers()
     check_compiler(config.compile, device_type=pick_device(launch).type)
     if config.model.converters:
         from torchtitan_clone.models.float8 import check_float8_products
 
         check_float8_products(config.quantize.linear.float8, device=pick_device(launch))
-    progress = _expected_progress(plan)
     plans = [each for each in later_phases(plan) if progress.step < max(each.first_step, each.first_batch)]
     plans.insert(0, plan_after(progress, first=plan))
     of_phases = (list(find_memory_errors(each, device=pick_device(launch))) for each in plans)
@@ -235,6 +250,18 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
 def _expected_progress(plan: RunPlan) -> Progress:
     checkpoint = plan.config.checkpoint
     progress = expected_progress(checkpoint, folder=plan.checkpoint_folder, identity=run_identity(plan))
+    if (url := store_url(checkpoint)) is not None and checkpoint.enable:
+        from torchtitan_clone.checkpoint.remote import check_store
+
+        is_writer = not checkpoint.load_only and environment_integer("RANK", default=0) == 0
+        stored = check_store(checkpoint, writes=is_writer)
+        if stored is not None and checkpoint.create_seed_checkpoint:
+            rule = f"{url} already has checkpoints"
+            raise ConfigError(
+                f"checkpoint.create_seed_checkpoint = true: {rule}; choose another prefix, or set it to false"
+            )
+        if stored is not None and checkpoint.load_step == -1 and (progress is None or stored.step > progress.step):
+            progress = stored
     if progress is None and not checkpoint.initial_load_model_only and (initial := initial_folder(checkpoint)):
         with suppress(CorruptCheckpointError, OSError):  # all ranks verify it together
             progress = progress_to_resume(initial[0], checkpoint=checkpoint)
@@ -246,28 +273,18 @@ def _expected_progress(plan: RunPlan) -> Progress:
 
 
 def _completed_steps(plan: RunPlan, *, progress: Progress) -> int:
-    """Returns the step up to which the run is complete; 0 where the exports of its last step are missing."""
+    """Returns the step up to which the run is complete; 0 where its last step lacks exports, or is not in the store."""
     options = plan.config.checkpoint
+    if progress.step >= plan.config.training.steps and (url := store_url(options)) is not None:
+        from torchtitan_clone.checkpoint.remote import has_step
+
+        if options.enable and not options.load_only and not has_step(url, step=progress.step):
+            return 0
     has_exports = is_export_due(plan.config, step=progress.step) or options.last_save_model_only
     exports = has_exports and not options.load_only and not plan.config.fault_tolerance.enable
     if progress.step == plan.config.training.steps and exports:
         return progress.step if finished_step(plan.checkpoint_folder) == progress.step else 0
     return progress.step
-
-
-def find_initial_weights(plan: RunPlan) -> "InitialWeights | None":
-    """Opens the weights that a new run starts from; None for random weights or those of a checkpoint. ConfigError."""
-    checkpoint = plan.config.checkpoint
-    if not checkpoint.initial_load_in_hf:
-        initial_folder(checkpoint)  # loaded once all ranks are there
-        return None
-    from torchtitan_clone.hub.weights import check_tokenizer, initial_weights_path, open_initial_weights
-
-    path = initial_weights_path(checkpoint, plan.config.model)
-    check_tokenizer(path, model=plan.config.model, tokenizer=plan.tokenizer)
-    return open_initial_weights(
-        path, spec=plan.spec, model_args=plan.model_args, state=plan.model_tensors, chosen=plan.config.model.args
-    )
 
 
 def _check_folder_is_writable(folder: Path, *, option: str) -> None:
@@ -317,7 +334,8 @@ def _check_folder_is_ours(plan: RunPlan) -> None:
     if not now.checkpoint.allow_data_change:
         # Of sources, and of files, which may be elsewhere, the checkpoint's fingerprints are compared.
         has_path = before.training.dataset_path is not None or now.training.dataset_path is not None
-        names = ("seq_len",) if now.data.sources else (*([] if has_path else ["dataset"]), "text_key", "seq_len")
+        of_source = (*([] if has_path else ["dataset"]), "text_key", "parse_special_tokens", "format", "supervise")
+        names = ("seq_len", *(() if now.data.sources else of_source))
         then |= {f"training.{name}": getattr(before.training, name) for name in names}
         today |= {f"training.{name}": getattr(now.training, name) for name in names}
     then["model.name"] = before.model.name
@@ -330,8 +348,6 @@ def _check_folder_is_ours(plan: RunPlan) -> None:
         )
 
 
-TENSORS_PER_PARAMETER = 4
-"""Weight, gradient and Adam's two moments; of a frozen one the weight."""
 TOKEN_BYTES = 24
 """Token, target and position, each of 8 bytes."""
 
@@ -379,13 +395,12 @@ def host_memory() -> int:
 
 
 def state_bytes(plan: RunPlan) -> int:
-    """Returns the bytes of weights, gradients and optimizer state that a rank holds on average."""
+    """Returns the bytes of weights, gradients, optimizer state and averages that a rank holds on average."""
     degrees = plan.degrees
     ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
-    frozen_modules = tuple(f"{name}." for name in plan.frozen_modules)
-    frozen = sum(weight.numel() for name, weight in plan.parameters.items() if name.startswith(frozen_modules))
-    tensors = TENSORS_PER_PARAMETER * (plan.parameter_count - frozen) + frozen
-    return tensors * getattr(torch, plan.config.training.dtype).itemsize // ranks
+    frozen, dtype = tuple(f"{name}." for name in plan.frozen_modules), getattr(torch, plan.config.training.dtype)
+    trained = (weight.numel() for name, weight in plan.parameters.items() if not name.startswith(frozen))
+    return (checkpoint_bytes(plan) + sum(trained) * dtype.itemsize) // ranks
 
 
 def activation_bytes(plan: RunPlan, *, rows: int) -> int:
@@ -413,6 +428,13 @@ def find_all_notices(plan: RunPlan, *, device_type: str) -> Iterator[str]:
     """Yields one sentence for each, at a start and in a dry run."""
     yield from find_notices(plan.config, device_type=device_type)
     yield from find_model_notices(plan.model_args)
+    freq = plan.config.comm.replica_check_freq
+    if freq and plan.degrees.dp_replicate == plan.degrees.tp == 1:
+        yield (
+            f"comm.replica_check_freq = {freq}: on this mesh no two ranks hold the same weights, and it compares "
+            "buffers and counts of steps only"
+        )
+    yield from find_disk_notices(plan)
     yield from find_value_notices(plan.config, tokens_per_step=plan.at_step(1).tokens_per_step)
 
 

@@ -29,7 +29,7 @@ def join_run(
     context = ReplicaContext(
         device=state.engine.device,
         address=_own_address(config) if config.fault_tolerance.enable else LOOPBACK,
-        step=state.step,
+        step=state.progress.commits,
         parameters=state.engine.parameters,
         names=list(plan.parameters),
         outer_weights=state.outer_weights,

@@ -7,18 +7,16 @@ import math
 from collections.abc import Iterator
 
 from torchtitan_clone.config import Config, Degrees, resolved_degrees
-from torchtitan_clone.config.checks import find_config_errors, find_range_errors, find_unknown_schedule
+from torchtitan_clone.config.checks import find_config_errors, find_range_errors
 from torchtitan_clone.config.messages import either, nearest_divisors, nearest_multiples, shown
-from torchtitan_clone.config.resolved import hub_id
+from torchtitan_clone.config.resolved import find_mesh_errors, hub_id
 from torchtitan_clone.config.schema import Parallelism
 from torchtitan_clone.config.schema_training import Training
 from torchtitan_clone.config.stages import find_batch_errors, find_data_errors
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.moe import MoEArgs
-from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward
+from torchtitan_clone.run.pipeline_rules import find_pipeline_errors
 from torchtitan_clone.run.plan import Phase, phases, rows_and_timeline
-
-_PIPELINE = "parallelism.pipeline_parallel_"
 
 
 def find_run_errors(
@@ -30,11 +28,11 @@ def find_run_errors(
     """
     errors = [*find_config_errors(config, device_type=device_type), *_streamed_validation(config)]
     if args is not None:
-        errors += _model_limits(config, args, tokenizer_vocab_size=tokenizer_vocab_size)
+        errors += [*_model_limits(config, args, tokenizer_vocab_size=tokenizer_vocab_size), *_width(config, args)]
     if any(find_range_errors(config, at="")) or any(find_data_errors(config.data, training=config.training)):
         return errors  # the other rules compute with these values
     if args is None:
-        return [*errors, *_degrees(config.parallelism, world_size)]
+        return [*errors, *find_mesh_errors(config.parallelism, world_size)]
     mesh_errors = _mesh_errors(config, world_size=world_size, args=args) or [*_freeze_schedule(config, args)]
     if mesh_errors:
         return errors + mesh_errors
@@ -90,8 +88,8 @@ def _data_stages(config: Config, world_size: int) -> Iterator[str]:
 
 def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[str]:
     """Returns the broken rules of one mesh; a run has several where a freeze schedule changes it."""
-    degrees = list(_degrees(config.parallelism, world_size))
-    heads = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
+    degrees = list(find_mesh_errors(config.parallelism, world_size))
+    heads = args.heads
     errors: list[str] = []
     if not degrees:
         groups = config.fault_tolerance.group_size if config.fault_tolerance.enable else 1
@@ -102,6 +100,7 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
         *degrees,
         *_tensor(config, heads),
         *_context(config, heads),
+        *_recurrent(config, args),
         *_experts(config.parallelism, world_size, args),
         *_shards_of_experts(config, args),
         *_balancing(config, args),
@@ -110,35 +109,17 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
     ]
 
 
-AXES = {
-    "replicate": "data_parallel_replicate_degree",
-    "shard": "data_parallel_shard_degree",
-    "tensor": "tensor_parallel_degree",
-    "pipeline": "pipeline_parallel_degree",
-    "context": "context_parallel_degree",
-}
-
-
-def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
-    """The product of the degrees is the world size; with a shard degree of -1 it divides the world size."""
-    degrees = {axis: getattr(parallelism, option) for axis, option in AXES.items()}
-    fixed = {axis: degree for axis, degree in degrees.items() if degree > 1} or {"shard": 1}
-    product = math.prod(fixed.values())
-    rest_is_sharded = degrees["shard"] == -1
-    if world_size == product or (rest_is_sharded and world_size % product == 0):
-        return
-    remedies: list[str] = []
-    for axis, degree in fixed.items():
-        rest, remainder = divmod(world_size, product // degree)
-        if remainder == 0:
-            values = nearest_divisors(rest, degree) if rest_is_sharded else [rest]
-            remedies.append(f"parallelism.{AXES[axis]} to {either(values)}{' or -1' if axis == 'shard' else ''}")
-    factors = " x ".join(f"{axis} {degree}" for axis, degree in fixed.items())
-    total = f" = {product}" if len(fixed) > 1 else ""
-    verb = "does not divide" if rest_is_sharded else "is not"
-    setting = f"set {' or '.join(remedies)}, or " if remedies else ""
-    ranks = either(nearest_multiples(product, world_size) if rest_is_sharded else [product])
-    yield f"parallelism: {factors}{total} {verb} WORLD_SIZE {world_size}; {setting}launch {ranks} ranks."
+def find_errors_of_teacher(config: Config, degrees: Degrees, args: ModelArgs) -> list[str]:
+    """Returns the broken rules of a frozen model on the meshes of a run, in which `args` are those of the model."""
+    errors: list[str] = []
+    for phase in phases(config, degrees.world_size):
+        of_phase = [*_tensor(phase.config, args.heads), *_context(phase.config, args.heads)]
+        of_phase += [*_recurrent(phase.config, args), *_shards_of_experts(phase.config, args)]
+        of_phase += [*_experts(phase.config.parallelism, degrees.world_size, args)] if args.num_experts else []
+        if (seq_len := phase.config.training.seq_len) > args.max_seq_len:
+            of_phase.append(f"it takes sequences of up to {args.max_seq_len} tokens, and training.seq_len is {seq_len}")
+        errors += [error for error in of_phase if error not in errors]
+    return errors
 
 
 def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:
@@ -165,7 +146,7 @@ def _experts(parallelism: Parallelism, world_size: int, args: ModelArgs) -> Iter
     if args.num_experts % degree:
         divisors = either(nearest_divisors(args.num_experts, degree))
         yield f"{option}: does not divide the model's {args.num_experts} experts; set it to a divisor ({divisors})."
-    if any(_degrees(parallelism, world_size)):
+    if any(find_mesh_errors(parallelism, world_size)):
         return
     degrees = resolved_degrees(parallelism, world_size)
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
@@ -214,13 +195,28 @@ def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
             f"training.seq_len {seq_len} must be a multiple of {unit}; set it to "
             f"{either(nearest_multiples(unit, seq_len))}."
         )
-    for key, count in heads.items():
+    for key in ("n_heads", "n_kv_heads"):  # those of linear attention are not exchanged
+        count = heads[key]
         if method == "alltoall" and count % tensor == 0 and count // tensor % degree:
             yield (
                 f'parallelism.context_parallel_rotate_method = "alltoall": context {degree} x tensor {tensor} does not '
                 f'divide model.args.{key} {count}; set it to "allgather" or "ring", which leave heads whole, or the '
                 "degree to a divisor."
             )
+
+
+def _recurrent(config: Config, args: ModelArgs) -> Iterator[str]:
+    """Convolutions see tokens of one other piece of a row."""
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    pieces = parallelism.context_parallel_degree * (
+        1 if parallelism.context_parallel_rotate_method == "alltoall" else 2
+    )
+    seen = getattr(args, "linear_conv", 1) - 1
+    if parallelism.context_parallel_degree > 1 and seq_len // pieces < seen:
+        yield (
+            f"training.seq_len = {seq_len}: convolutions see {seen} tokens before each, and one of {pieces} pieces of "
+            f"a row has {seq_len // pieces}; set it to at least {seen * pieces}, or context_parallel_degree to 1."
+        )
 
 
 def _float8(config: Config) -> Iterator[str]:
@@ -243,14 +239,14 @@ def _cuda_graph(config: Config, args: ModelArgs, *, world_size: int) -> Iterator
     training = config.training
     if not config.compile.cuda_graph:
         return
-    has_windows = any(kind.window or kind.chunk for kind in args.layer_kinds())
+    has_windows = any(kind.window or kind.chunk or kind.recurrent for kind in args.layer_kinds())
     reasons = {
         "training.document_masking to false": training.document_masking,
         "training.enable_cpu_offload to false": training.enable_cpu_offload,
         "model.converters to []": bool(config.model.converters),
         "the number of ranks to 1": world_size > 1,
         "fault_tolerance.enable to false": config.fault_tolerance.enable,
-        "model.name to a family without experts and windows": args.num_experts > 0 or has_windows,
+        "model.name to a family without experts, windows and linear attention": args.num_experts > 0 or has_windows,
     }
     if remedies := [remedy for remedy, is_needed in reasons.items() if is_needed]:
         rule = "a graph is for dense models on one GPU, in float32 or bfloat16, without masks of documents"
@@ -269,6 +265,22 @@ def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[s
         f"training.global_batch_size = {rows}: not a multiple of training.local_batch_size {local} x data-parallel "
         f"degree {degrees.data}{f' x replica groups {groups}' if groups > 1 else ''} = {at_once}; {remedy}."
     )
+
+
+def _width(config: Config, args: ModelArgs) -> Iterator[str]:
+    """Weights in the Hugging Face format have no factors of scores and logits, and Muon has one rate for all widths."""
+    if not args.mup_base_dim:
+        return
+    option, checkpoint = f"model.args.mup_base_dim = {args.mup_base_dim}", config.checkpoint
+    if checkpoint.initial_load_in_hf or checkpoint.last_save_in_hf or checkpoint.hf_export_interval:
+        rule = "the Hugging Face format has no model whose scores and logits are scaled by its width"
+        yield f"{option}: {rule}; set it to 0, or neither import nor export weights in this format."
+    kinds = {config.optimizer.name: config.optimizer.args} | {g.name: g.args for g in config.optimizer.groups if g.name}
+    for name, given in kinds.items():
+        if name == "Muon" and given.get("adjust_lr") != "spectral":
+            yield f'{option}: the rate of Muon must not depend on the width; set its args.adjust_lr to "spectral".'
+        elif name not in ("AdamW", "Adam", "Muon"):
+            yield f'{option}: muP has no rates for optimizer "{name}"; choose AdamW or Muon, or set it to 0.'
 
 
 def _model_limits(config: Config, args: ModelArgs, *, tokenizer_vocab_size: int | None) -> Iterator[str]:
@@ -317,161 +329,4 @@ def _freeze_schedule(config: Config, args: ModelArgs) -> Iterator[str]:
         yield (
             "training.freeze_schedule: freezes the embedding, which is also the weight of the output and must be "
             "trained; set model.args.tied_embeddings to false."
-        )
-
-
-def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool) -> list[str]:
-    """Returns one message for each broken rule; none without a pipeline."""
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree == 1:
-        return []
-    # The later rules compute with what the earlier ones check.
-    if unusable := [*find_pipeline_schedule_errors(parallelism)] or [*_num_stages(parallelism, n_layers)]:
-        return unusable
-    split = _stage_modules if parallelism.module_fqns_per_model_part else _stage_layers
-    errors = [*_tied_stages(parallelism, tied_embeddings), *split(parallelism, n_layers), *_splits_backward(config)]
-    stages = num_stages(parallelism, n_layers=n_layers)
-    errors += _microbatches(parallelism, stages, "training.local_batch_size", config.training.local_batch_size)
-    if config.validation.enable or config.evaluation.enable:
-        errors += _microbatches(parallelism, stages, "validation.local_batch_size", config.validation.local_batch_size)
-    return errors
-
-
-def find_pipeline_schedule_errors(parallelism: Parallelism) -> Iterator[str]:
-    """Yields a message if there is no such schedule, or if its file cannot be read or schedules other ranks."""
-    path = parallelism.pipeline_parallel_schedule_csv
-    ranks = parallelism.pipeline_parallel_degree
-    yield from find_unknown_schedule(parallelism, known=SCHEDULES)
-    if not path:
-        return
-    try:
-        scheduled = 1 + max(read_schedule_file(path).ranks)
-    except (OSError, ValueError) as error:
-        yield f"{_PIPELINE}schedule_csv = {shown(path)}: cannot be read as a schedule: {error}; see the option's help."
-        return
-    if scheduled != ranks:
-        yield (
-            f'{_PIPELINE}schedule_csv = "{path}": schedules {scheduled} ranks, but {_PIPELINE}degree is {ranks}; '
-            f"set the degree to {scheduled}."
-        )
-
-
-def _tied_stages(parallelism: Parallelism, tied_embeddings: bool) -> Iterator[str]:
-    if tied_embeddings:
-        yield (
-            f"{_PIPELINE}degree = {parallelism.pipeline_parallel_degree}: the first stage holds the embedding and the "
-            "last the output, so they cannot share a weight; set model.args.tied_embeddings to false, or the degree "
-            "to 1."
-        )
-
-
-def _num_stages(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
-    """The schedule supports this number of stages."""
-    if parallelism.pipeline_parallel_schedule_csv:
-        stages = len(read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks)
-        named = parallelism.module_fqns_per_model_part
-        if named is not None and len(named) != stages:
-            yield (
-                f"parallelism.module_fqns_per_model_part: has {len(named)} model parts, but the schedule file has "
-                f"{stages} stages; make the numbers equal."
-            )
-        return
-    ranks = parallelism.pipeline_parallel_degree
-    stages = num_stages(parallelism, n_layers=n_layers)
-    exactly = SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
-    if stages == exactly * ranks if exactly else stages and stages % ranks == 0:
-        return
-    wanted = f"{exactly * ranks}" if exactly else f"a multiple of {ranks}"
-    option = "module_fqns_per_model_part" if parallelism.module_fqns_per_model_part is not None else (
-        "pipeline_parallel_layers_per_stage"
-    )  # fmt: skip
-    yield (
-        f"parallelism.{option}: gives {stages} stages; {parallelism.pipeline_parallel_schedule} on {ranks} ranks needs "
-        f"{wanted}; change it or remove it."
-    )
-
-
-def _stage_layers(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
-    """Every stage has a module; the first and the last have one even without a layer."""
-    stages = num_stages(parallelism, n_layers=n_layers)
-    if n_layers < stages - 2:
-        yield (
-            f"{_PIPELINE}degree = {parallelism.pipeline_parallel_degree}: model.args.n_layers {n_layers} over {stages} "
-            "stages leaves one without a layer; lower the degree or the number of stages per rank."
-        )
-
-
-def _stage_modules(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
-    parts = parallelism.module_fqns_per_model_part or []
-    named, wanted = [name for part in parts for name in part], model_modules(n_layers)
-    if named == wanted and all(parts):
-        if parallelism.tensor_parallel_degree > 1 and parts[-1] == ["output"]:
-            rule = "with tensor parallelism the norm leaves its tokens sharded to the output"
-            yield f"parallelism.module_fqns_per_model_part: {rule}; list both in the last part."
-        return
-    unknown = [name for name in named if name not in wanted]
-    missing = [name for name in wanted if name not in named]
-    if unknown:
-        what = f"the model has no {', '.join(unknown)}"
-    elif missing:
-        what = f"no model part has {', '.join(missing)}"
-    else:
-        what = "a model part is empty, or a module is repeated or out of order"
-    yield (
-        f"parallelism.module_fqns_per_model_part: {what}; list every module once, in the model's order: "
-        f"tok_embeddings, layers.0 to layers.{n_layers - 1}, norm, output."
-    )
-
-
-def _splits_backward(config: Config) -> Iterator[str]:
-    parallelism = config.parallelism
-    if not splits_backward(parallelism):
-        return
-    schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-    recompute = config.activation_checkpoint
-    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
-        yield (
-            f'activation_checkpoint.selective_ac_option = "op": {schedule} computes gradients of inputs and of weights '
-            'separately, and torch keeps what "op" saves for one backward; set it to a number, or '
-            'activation_checkpoint.mode to "full" or "none".'
-        )
-    if parallelism.fsdp_reshard_after_forward == "always":
-        yield (
-            f'parallelism.fsdp_reshard_after_forward = "always": {schedule} computes gradients of weights separately, '
-            'and torch loses those of weights that were freed in between; set it to "default" or "never".'
-        )
-    if config.compile.compiles_model:
-        yield (
-            f"compile.components: {schedule} computes gradients of inputs and weights separately, and a compiled "
-            'block computes both at once; set compile.components to ["loss"], or the schedule to Interleaved1F1B.'
-        )
-
-
-def _microbatches(parallelism: Parallelism, stages: int, option: str, rows: int) -> Iterator[str]:
-    """The sequences of a pass make as many micro-batches as the schedule needs."""
-    size, ranks = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_degree
-    count, rest = divmod(rows, size)
-    if rest:
-        yield (
-            f"{option} = {rows}: not a multiple of {_PIPELINE}microbatch_size {size}; set it to "
-            f"{rows - rest + size}, or the micro-batch size to 1."
-        )
-        return
-    if path := parallelism.pipeline_parallel_schedule_csv:
-        wanted = read_schedule_file(path).microbatches
-        if count != wanted:
-            yield f"{option} = {rows}: makes {count} micro-batches, {path} runs {wanted}; set it to {wanted * size}."
-        return
-    name = parallelism.pipeline_parallel_schedule
-    needs = SCHEDULES[name].microbatches
-    if needs == "one a stage" and count < stages:
-        yield (
-            f"{option} = {rows}: makes {count} micro-batches of {size}, and {name} needs one for each of its {stages} "
-            f"stages; set it to at least {stages * size}, or {_PIPELINE}schedule to GPipe."
-        )
-    rounds = max(1, count // ranks)
-    if needs == "equal rounds" and count % rounds:
-        yield (
-            f"{option} = {rows}: makes {count} micro-batches of {size}, and {name} needs a multiple of its {rounds} "
-            f"rounds; set it to {count // ranks * ranks * size} or {(count // ranks + 1) * ranks * size}."
         )

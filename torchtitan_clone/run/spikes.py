@@ -3,12 +3,12 @@
 The values are those of the whole global batch, after the sums over ranks and replica groups: all decide alike.
 """
 
-import statistics
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan_clone.config.schema import Training
-from torchtitan_clone.documents import Value
 
 MIN_RELATIVE_DEVIATION = 1e-3
 """Least standard deviation over the mean: where values hardly differ, rounding is no spike."""
@@ -21,6 +21,8 @@ class SpikeWindow:
     stage: int = 0
     in_a_row: int = 0
     """Spikes since the last step that was none."""
+    first_step: int = 0
+    """The first of these steps."""
     losses: Sequence[float] = field(default_factory=tuple[float, ...])
     grad_norms: Sequence[float] = field(default_factory=tuple[float, ...])
 
@@ -32,20 +34,19 @@ class SpikeWindow:
         if len(self.losses) < options.spike_window // 2:
             return None
         for name, value, window in (("loss", loss, self.losses), ("gradient norm", grad_norm, self.grad_norms)):
-            mean = statistics.fmean(window)
-            deviation = max(statistics.stdev(window, mean), MIN_RELATIVE_DEVIATION * abs(mean))
+            mean = math.fsum(window) / len(window)
+            variance = math.fsum((each - mean) ** 2 for each in window) / (len(window) - 1)
+            deviation = max(math.sqrt(variance), MIN_RELATIVE_DEVIATION * abs(mean))
             if value - mean > options.spike_sigma * deviation:
                 return (
                     f"{name} {value:.4g}, mean {mean:.4g} and standard deviation {deviation:.2g} of {len(window)} steps"
                 )
         return None
 
-    def after(self, *, loss: float, grad_norm: float, is_spike: bool, options: Training) -> "SpikeWindow":
+    def after(self, step: int, *, loss: float, grad_norm: float, is_spike: bool, options: Training) -> "SpikeWindow":
         """Returns the window after a step. After `spike_patience` spikes in a row their level counts as the new one."""
         if is_spike and self.in_a_row + 1 < options.spike_patience:
-            return SpikeWindow(
-                stage=self.stage, in_a_row=self.in_a_row + 1, losses=self.losses, grad_norms=self.grad_norms
-            )
+            return replace(self, in_a_row=self.in_a_row + 1, first_step=self.first_step or step)
         before = SpikeWindow() if is_spike else self
         return SpikeWindow(
             stage=self.stage,
@@ -59,27 +60,11 @@ class SpikeWindow:
 
     def to_json(self) -> dict[str, object]:
         """Returns this as data that JSON can hold, {} if nothing was seen."""
-        if not (self.stage or self.in_a_row or self.losses):
-            return {}
-        return {
-            "stage": self.stage,
-            "in_a_row": self.in_a_row,
-            "losses": [*self.losses],
-            "grad_norms": [*self.grad_norms],
-        }
+        is_empty = not (self.stage or self.in_a_row or self.losses)
+        return {} if is_empty else {**vars(self), "losses": [*self.losses], "grad_norms": [*self.grad_norms]}
 
     @staticmethod
-    def from_json(content: Mapping[str, object]) -> "SpikeWindow":
-        """Returns the window that to_json() describes; DocumentError if a value has another type or range."""
-        if not content:
-            return SpikeWindow()
-        entries = Value(content, where="spikes").table("stage", "in_a_row", "losses", "grad_norms")
-        losses, norms = ([each.number() for each in entries[name].items()] for name in ("losses", "grad_norms"))
-        if len(losses) != len(norms):
-            entries["grad_norms"].refuse("must have as many values as losses")
-        return SpikeWindow(
-            stage=entries["stage"].integer(),
-            in_a_row=entries["in_a_row"].integer(),
-            losses=tuple(losses),
-            grad_norms=tuple(norms),
-        )
+    def from_json(content: Mapping[str, Any]) -> "SpikeWindow":
+        """Returns the window that to_json() describes, which parse_progress() has checked."""
+        lists = {name: tuple(content[name]) for name in ("losses", "grad_norms") if content}
+        return SpikeWindow(**{**content, **lists})

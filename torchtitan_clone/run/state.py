@@ -8,15 +8,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.folder import Progress, parse_progress
 from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.checkpoint.progress import Progress, parse_progress
 from torchtitan_clone.data import Loader
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.observe.by_source import Totals
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.observe.records import SAVED
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaGroup
+from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaGroup, init_outer_weights
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.spikes import SpikeWindow
 from torchtitan_clone.run.stopping import StopPolicy, Timeouts
@@ -117,6 +117,13 @@ class RunState:
         self.loader = loader
         self.outer_weights = outer_weights
         self._skipped_in_a_row = 0
+        self._spikes = SpikeWindow()
+        self.rewind_target: int | None = None
+        """Step that the run goes back to if the next one is the last of too many spikes."""
+        self.must_go_back = False
+        """Whether it was."""
+        self.continue_from(progress)
+        self._left_at: int | None = None
         self.was_recovered = False
         """Whether the state was received from another replica group since this was last set to False."""
 
@@ -132,40 +139,90 @@ class RunState:
     def resume_at(self, progress: Progress | None) -> None:
         """Continues from another checkpoint than at first, which was deleted before it was loaded."""
         if progress is not None and progress.step != self.step:
-            self.progress = progress
+            self.continue_from(progress)
             if progress.data:
                 self.loader.load_state_dict(progress.data, allow_change=True)  # it was checked with the first
+
+    def continue_from(self, progress: Progress) -> None:
+        """Continues from a progress, at the present position in the data."""
+        self.progress = progress
+        self._spikes = SpikeWindow.from_json(progress.spikes)
+        self.rewind_target, self.must_go_back = None, False
+        if progress.rewinds and (mixture := self.engine.plan.mixture) is not None:
+            mixture.pass_over((rewind.first_batch, rewind.last_batch) for rewind in progress.rewinds)
+
+    @property
+    def last_known_step(self) -> int:
+        """Last step that counts of those that this replica group has seen: the others may have gone back without it."""
+        return self.step if self._left_at is None else min(self.step, self._left_at)
+
+    def steps_of(self, commits: set[int]) -> set[int]:
+        """Returns the steps of commits of replica groups, whose numbers go on where a run goes back."""
+        return {step for commit in commits if (step := self.progress.step_of(commit)) is not None}
+
+    @property
+    def suspect_step(self) -> int | None:
+        """With training.on_spike = "rewind" and one spike left before the run goes back: the step before the first."""
+        options, window = self.engine.plan.config.training, self._spikes
+        is_last = options.on_spike == "rewind" and window.in_a_row + 1 >= options.spike_patience
+        return (window.first_step or self.step + 1) - 1 if is_last else None
+
+    def init_averages(self) -> None:
+        """Sets averages that were not loaded, of replica groups and of this run, to the weights."""
+        init_outer_weights(self.outer_weights, parameters=self.engine.parameters)
+        if self.engine.ema is not None:
+            self.engine.ema.fill()
 
     def advance(self, *, step: int, tokens: int, skipped: bool) -> None:
         """Counts a step, and its batch as consumed."""
         self.loader.commit()
         self._skipped_in_a_row = self._skipped_in_a_row if skipped else 0
-        self.progress = Progress(
+        self.progress = replace(
+            self.progress,
             step=step,
             tokens_seen=self.progress.tokens_seen + tokens,
             skipped_steps=self.progress.skipped_steps + skipped,
             data={},
-            spikes=self.progress.spikes,
+            spikes={},
         )
+        if self.engine.ema is not None and not skipped:
+            self.engine.ema.update(step - self.progress.skipped_steps)
 
     def is_spike(self, step: int, *, loss: float, grad_norm: float) -> bool:
         """Returns whether a step with finite values is a spike that is to be skipped, and compares later ones with it.
 
-        Equal on all ranks and replica groups, whose values are equal.
+        Equal on all ranks and replica groups, whose values are equal. TrainingError past training.max_rewinds.
         """
         options = self.engine.plan.config.training
         if options.on_spike == "none":
             return False
         timeline = self.engine.plan.mixture and self.engine.plan.mixture.timeline
         batch = self.loader.next_batch_number
-        window = SpikeWindow.from_json(self.progress.spikes)
-        window = window.in_stage(timeline.stage_index(batch=batch)) if timeline and batch else window
+        window = self._spikes.in_stage(timeline.stage_index(batch=batch)) if timeline and batch else self._spikes
         spike = window.find_spike(loss=loss, grad_norm=grad_norm, options=options)
-        later = window.after(loss=loss, grad_norm=grad_norm, is_spike=spike is not None, options=options)
-        self.progress = replace(self.progress, spikes=later.to_json())
-        if spike is not None and dist.get_rank() == 0:
+        self._spikes = window.after(step, loss=loss, grad_norm=grad_norm, is_spike=spike is not None, options=options)
+        if spike is None:
+            return False
+        if dist.get_rank() == 0:
             logger.warning("step %d is a spike: %s; it is skipped and the weights are unchanged", step, spike)
-        return spike is not None
+        if options.on_spike == "rewind" and window.in_a_row + 1 >= options.spike_patience:
+            self._decide_to_go_back(step, spike=spike, suspect=(window.first_step or step) - 1)
+        return True
+
+    def _decide_to_go_back(self, step: int, *, spike: str, suspect: int) -> None:
+        """Decides what follows the last of training.spike_patience spikes in a row."""
+        options, rewinds = self.engine.plan.config.training, self.progress.rewinds
+        what = f"step {step} is spike number {options.spike_patience} in a row"
+        if len(rewinds) >= options.max_rewinds:
+            raise TrainingError(
+                f"{what}, {spike}; the run has gone back {len(rewinds)} times, and training.max_rewinds is "
+                f"{options.max_rewinds}. Lower optimizer.lr or training.max_norm and go back further with "
+                "checkpoint.load_step, or raise training.max_rewinds"
+            )
+        self.must_go_back = self.rewind_target is not None
+        if not self.must_go_back and dist.get_rank() == 0:
+            text = "%s, but no checkpoint is older than step %d to go back to: their level counts as normal"
+            logger.warning(text, what, suspect)
 
     def count_skip(self, step: int, *, loss: float, grad_norm: float) -> None:
         """Counts a step whose loss or gradient norm is not finite. TrainingError past training.max_skipped_steps."""
@@ -181,8 +238,8 @@ class RunState:
             logger.warning("%s: not finite, the step is skipped and the weights are unchanged", what)
 
     def progress_with_data(self) -> Progress:
-        """Returns the progress with the position in the data; a collective for hub data."""
-        return replace(self.progress, data=self.loader.state_dict())
+        """Returns the progress with the position in the data and the last steps; a collective for hub data."""
+        return replace(self.progress, data=self.loader.state_dict(), spikes=self._spikes.to_json())
 
     def recovery_state(self, *, before_load: Callable[[], None]) -> RecoveryState:
         """Returns what another replica group needs to continue from here; `before_load` runs before tensors change."""
@@ -190,12 +247,12 @@ class RunState:
         def load_from_peer(metadata: Mapping[str, Any]) -> None:
             before_load()
             self.engine.free_unsharded_params()  # a validation leaves some, and the next forward would use them
-            self.was_recovered = True
+            self.was_recovered, known = True, len(self.progress.rewinds)
             try:
-                self.progress = parse_progress(Value(metadata, where="the state of another replica group"))
-                SpikeWindow.from_json(self.progress.spikes)
+                self.continue_from(parse_progress(Value(metadata, where="the state of another replica group")))
             except DocumentError as error:
                 raise TrainingError(f"cannot recover from another replica group: {error}") from None
+            self._left_at = min((rewind.step for rewind in self.progress.rewinds[known:]), default=None)
             self.loader.load_state_dict(self.progress.data, allow_change=False)
 
         return RecoveryState(
@@ -228,12 +285,39 @@ class Saver:
         self._timeouts = timeouts
         self._stop = stop
         self._has_saved_last = False
+        self._checked: Progress | None = None
+
+    def save_if_due(self, step: int, *, overdue: bool) -> None:
+        """Compares what ranks must hold alike, and saves, each if it is due after a step. A collective."""
+        freq = self._state.engine.plan.config.comm.replica_check_freq
+        if freq and step % freq == 0:
+            self.check_replicas()
+        if self._checkpoints.is_due(step, overdue=overdue):
+            self.save()
+            self._metrics.restart_interval()
+        self.log_finished_saves()
+
+    def check_replicas(self) -> None:
+        """Compares what ranks must hold alike, if the options ask for it. TrainingError if it differs. A collective."""
+        engine, progress = self._state.engine, self._state.progress
+        if not engine.plan.config.comm.replica_check_freq or self._checked is progress:
+            return
+        from torchtitan_clone.run.replica_check import find_differences
+
+        with self._timeouts.relaxed():
+            stage = dist.get_process_group_ranks(engine.mesh.stage)
+            if found := find_differences(self._state.tensors(), stage=stage):
+                self._checkpoints.finish()  # the save in progress is of an earlier step
+                remedy = "the memory or a unit of that machine may be faulty. Nothing is saved; resume without it"
+                raise TrainingError(f"step {progress.step}: {'; '.join(found)}: {remedy}")
+        self._checked = progress
 
     def save(self, *, wait: bool = False) -> None:
         """Starts to save the step; with `wait` returns once it is committed. A collective."""
         if self._has_saved_last and self._checkpoints.saved_step == self._state.step:
             return
         if self._checkpoints.is_saving_enabled and self._replicas.is_writer:
+            self.check_replicas()
             with self._timeouts.relaxed():
                 self._checkpoints.save(self._state.progress_with_data(), wait=wait)
 
@@ -280,7 +364,16 @@ class Saver:
         self.log_finished_saves()
 
     def close(self, *, is_exported: bool) -> bool:
-        """Marks the run as complete, if its last step is saved and exported; returns if it is. A collective."""
+        """Marks the run as complete, if its last step is saved and exported; returns if it is. A collective.
+
+        TrainingError if the last step of the run is not in the object store that is configured.
+        """
+        with self._timeouts.relaxed():
+            failure = self._checkpoints.finish_uploads(beat=self._timeouts.beat)
+        if failure is not None and self._state.step == self._state.engine.plan.config.training.steps:
+            self._checkpoints.close()
+            remedy = "rerun the same command to upload it, on nodes that have the local folder"
+            raise TrainingError(f"step {self._state.step} is saved in the local folder only: {failure}; {remedy}")
         is_complete = self._state.step == self._state.engine.plan.config.training.steps and is_exported
         if is_complete and self._checkpoints.saved_step == self._state.step and self._replicas.is_writer:
             is_exported = self._checkpoints.mark_complete(self._state.progress)

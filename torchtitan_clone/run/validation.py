@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -71,6 +72,16 @@ def is_due(step: int, *, freq: int, last_step: int) -> bool:
     return step % freq == 0 or step == last_step
 
 
+@contextmanager
+def _averages_in_place(engine: Engine) -> Iterator[None]:
+    """Lets the model compute with the averages of its weights, of which it has gathered none when this ends."""
+    assert engine.ema is not None
+    engine.free_unsharded_params()
+    with engine.ema.in_place_of_weights():
+        yield
+        engine.free_unsharded_params()
+
+
 class Validator:
     """Measures the model between two steps: the validation loss, and what evaluators do."""
 
@@ -91,6 +102,14 @@ class Validator:
         self, step: int, *, engine: Engine, metrics: MetricsWriter, timeouts: Timeouts, stops: Callable[[], bool]
     ) -> bool:
         """Logs what is due after a step; returns False if `stops`, asked after each batch, ended it. A collective."""
+        with _averages_in_place(engine) if self._config.ema.validate else nullcontext():
+            is_done = self._run(step, engine=engine, metrics=metrics, timeouts=timeouts, stops=stops)
+        metrics.restart_interval()
+        return is_done
+
+    def _run(
+        self, step: int, *, engine: Engine, metrics: MetricsWriter, timeouts: Timeouts, stops: Callable[[], bool]
+    ) -> bool:
         start = time.perf_counter()
         if self._is_validation_due(step):
             result = self.validate(engine, timeouts=timeouts, stops=stops)

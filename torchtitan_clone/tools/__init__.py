@@ -5,6 +5,8 @@
 - A *sample* is the continuation of a prompt while training (`samples.py`).
 - A *trained model* is opened from a checkpoint or a Hugging Face folder, on one device (`trained_model.py`).
 - *Generation* continues prompts with a cache of keys and values (`generation.py`, `kv_cache.py`).
+- *Engines* serve an export; what they make of it is compared with the trained model (`serving.py`).
+- A model of *SentencePiece* is converted to tokenizer.json (`sentence_pieces.py`).
 - The *harness* is lm-evaluation-harness, for which `harness.py` is a model.
 - *Duplicates* are documents that occur before in the data, which `data.drop_duplicates` drops (`duplicates.py`).
 - A *report* is one HTML page about runs (`report.py`, its data, charts and server).

@@ -23,6 +23,7 @@ import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import shown
+from torchtitan_clone.data.marks import ids_of
 from torchtitan_clone.data.token_store import (
     Split,
     Tokens,
@@ -179,7 +180,7 @@ def _hash_documents(store: TokenStore, split: Split) -> Iterator[bytes]:
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
         for place in range(start, stop, _CHUNK_TOKENS):
             chunk = tokens[place : min(stop, place + _CHUNK_TOKENS)]
-            digest.update(np.ascontiguousarray(chunk, dtype=store.dtype).data)
+            digest.update(np.ascontiguousarray(ids_of(chunk), dtype=store.dtype).data)
         yield digest.digest()
 
 

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.mesh import batch_rank
-from torchtitan_clone.run.engine import Engine, build_plan_forward_backward
+from torchtitan_clone.run.engine import Engine
+from torchtitan_clone.run.forward_backward import build_plan_forward_backward
 from torchtitan_clone.run.loaders import tokens_of_rank
 from torchtitan_clone.run.stopping import Timeouts
 from torchtitan_clone.tools.evaluation_tasks import Task

@@ -59,9 +59,19 @@ def read_prompts(file: Path) -> list[str]:
 class Generator:
     """Continues prompts with one model; without `use_cache` every token computes all tokens before it again."""
 
-    def __init__(self, trained: TrainedModel, *, sampling: Sampling, use_cache: bool = True) -> None:
+    def __init__(
+        self,
+        trained: TrainedModel,
+        *,
+        sampling: Sampling,
+        use_cache: bool = True,
+        parse_special_tokens: bool = False,
+    ) -> None:
         sampling.check()
         self._trained = trained
+        self._prompt_tokenizer = trained.tokenizer
+        if parse_special_tokens:
+            self._prompt_tokenizer = trained.tokenizer.parsing_special_tokens(option="--parse_special_tokens")
         self._sampling = sampling
         # Modules of its own with the weights of the trained model, which stays usable for other things.
         shared = {id(tensor): tensor for tensor in (*trained.model.parameters(), *trained.model.buffers())}
@@ -73,7 +83,7 @@ class Generator:
         """Returns the tokens of each prompt; ConfigError for those that are empty, too long or not valid Unicode."""
         if wrong := [number for number, prompt in enumerate(prompts, start=1) if not is_unicode(prompt)]:
             raise ConfigError(f"prompt {wrong[0]} is not valid UTF-8; correct its bytes")
-        encoded = self._trained.tokenizer.encode_batch(prompts)
+        encoded = self._prompt_tokenizer.encode_batch(prompts)
         limit, new = self._trained.args.max_seq_len, self._sampling.max_new_tokens
         problems = [f"prompt {number} is empty" for number, ids in enumerate(encoded, start=1) if not ids]
         problems += [
@@ -87,7 +97,7 @@ class Generator:
         return encoded
 
     def complete(self, encoded: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yields the tokens that continue each of these prompts, without the end of the document."""
+        """Yields the tokens that continue each of these prompts, without the one that ends the text."""
         batch_size = self._sampling.batch_size
         for first in range(0, len(encoded), batch_size):
             batch = encoded[first : first + batch_size]
@@ -115,7 +125,7 @@ class Generator:
 
     @torch.inference_mode()
     def stream(self, prompts: Sequence[Sequence[int]], *, first_prompt: int = 0) -> Iterator[list[int | None]]:
-        """Yields the next token of each row, None for rows whose document has ended, until all have.
+        """Yields the next token of each row, None for rows whose text has ended, until all have.
 
         Random choices depend on the seed and the number of the prompt, the first of which is `first_prompt`.
         """
@@ -130,7 +140,7 @@ class Generator:
             logits_BV = self._next_logits(tokens_BT, padding_B1)[:, : tokenizer.vocab_size]
             next_B1 = choose(logits_BV, sampling=sampling, draws=draws)
             ids: list[int] = next_B1[:, 0].tolist()  # host sync
-            has_ended = [ended or token == tokenizer.eos_id for ended, token in zip(has_ended, ids, strict=True)]
+            has_ended = [ended or token in tokenizer.end_ids for ended, token in zip(has_ended, ids, strict=True)]
             if all(has_ended):
                 return
             yield [None if ended else token for ended, token in zip(has_ended, ids, strict=True)]

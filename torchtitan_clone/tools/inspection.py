@@ -3,6 +3,7 @@
 Shapes: B rows of a global batch, T tokens of a row (seq_len).
 """
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ import numpy as np
 from torchtitan_clone.checkpoint.folder import CONFIG_FILE
 from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
+from torchtitan_clone.config.imports import import_modules
 from torchtitan_clone.config.resolved import hub_id
 from torchtitan_clone.config.schema_training import MAX_STEPS
-from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
+from torchtitan_clone.config.stages import find_data_errors, has_timeline, resolved_timeline
 from torchtitan_clone.data import Dataset, Tokenizer, build_tokenizer, open_dataset
 from torchtitan_clone.data.dataset import TokenDataset, slice_of_rank
 from torchtitan_clone.data.kinds import list_names
+from torchtitan_clone.data.marks import TARGET, ends_of, ids_of, marks_of
 from torchtitan_clone.data.mixture import Mixture
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
 from torchtitan_clone.data.token_store import Split, TokenStore
@@ -122,15 +125,26 @@ class InspectedRun:
 
     def _describe_row(self, tokens: np.ndarray) -> Iterator[str]:
         eos_id = self.tokenizer.eos_id
-        ends = np.flatnonzero(tokens == eos_id) + 1
+        ends = np.flatnonzero(ends_of(tokens, marks=marks_of(tokens), eos_id=eos_id)) + 1
         pieces = [piece for piece in np.split(tokens, ends) if len(piece)]
         while pieces and pieces[-1].tolist() == [eos_id]:
             pieces.pop()
         for piece in pieces:
+            if (marks := marks_of(piece)) is not None:
+                yield from self._describe_chat(ids_of(piece), is_target=marks & TARGET > 0)
+                continue
             yield f"--- document of {len(piece):,} tokens"
             yield self.tokenizer.decode([token for token in piece.tolist() if token != eos_id])
         if padding := len(tokens) - sum(map(len, pieces)):
             yield f"--- {padding:,} tokens of padding"
+
+    def _describe_chat(self, ids: np.ndarray, *, is_target: np.ndarray) -> Iterator[str]:
+        """Yields the text of the targets, and of what is between them, in quotes."""
+        yield f"--- chat of {len(ids):,} tokens, of which {np.count_nonzero(is_target):,} are targets"
+        changes = np.flatnonzero(np.diff(is_target)) + 1
+        for run, are_targets in zip(np.split(ids, changes), np.split(is_target, changes), strict=True):
+            text = json.dumps(self.tokenizer.decode(run.tolist()), ensure_ascii=False)
+            yield f"{'target' if are_targets[0] else 'context':<8}{text}"
 
     def describe_documents(self) -> Iterator[str]:
         """Yields a table of the lengths of the documents in each split of each local source."""
@@ -193,6 +207,7 @@ def _describe_shares(tokens: np.ndarray, *, weights: Mapping[str, float], epochs
 def inspect_run(folder: Path | None, *, words: list[str]) -> InspectedRun:
     """Opens the configuration of a run folder, None: of $CONFIG_FILE if set, changed by options. ConfigError."""
     config = load_config([f"--job.config_file={folder / CONFIG_FILE}", *words]) if folder else load_run_config(words)
+    import_modules((load_config(words) if folder else config).job.imports)  # no module that a folder names
     if errors := [*find_range_errors(config, at=""), *find_data_errors(config.data, training=config.training)]:
         raise ConfigError(errors)
     if (dataset := hub_id(config.training)) and not config.data.sources:
@@ -209,7 +224,7 @@ def _mixture(config: Config, folder: Path, logged: tuple[LoggedStep, ...]) -> Mi
     """Returns the order of the samples of a mixture; ConfigError if neither options nor metrics tell the batch size."""
     training = config.training
     size = training.global_batch_size
-    if not (config.data.sources or config.data.stages or config.data.skip_steps):
+    if not has_timeline(config.data, training=training):
         return None
     if size < 1:
         first = [each.tokens_seen for each in logged if each.step == 1]  # a batch of any shape

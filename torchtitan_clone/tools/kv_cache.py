@@ -2,10 +2,12 @@
 
 Rows are padded on the left, so that their newest tokens have one index. A layer with windows or chunks keeps as many
 tokens as it can see, and overwrites the oldest. Latent attention keeps latents, and computes with those alone.
-Experts keep nothing, and compute one token in another way.
+Linear attention keeps the state of its heads, and the tokens that its convolutions see. Experts keep nothing, and
+compute one token in another way.
 
 Legend: B batch, T tokens, D model, N heads, K kv heads, G queries of a kv head, H head dim, S tokens kept; L latent,
-C dimensions of a head without positions, R those with rotary positions, V dimensions of a value.
+C dimensions of a head without positions, R those with rotary positions, V dimensions of a value; W tokens of a
+convolution.
 """
 
 from collections.abc import Sequence
@@ -17,9 +19,12 @@ from torch import Tensor, nn
 
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.decoder import Decoder
-from torchtitan_clone.models.mla import LatentAttention
+from torchtitan_clone.models.delta_net import DeltaAttention, DeltaRule, ShortConvolution
+from torchtitan_clone.models.mla import LatentAttention, Rotation
 from torchtitan_clone.models.moe import Experts, MoE
 from torchtitan_clone.ops.attention import AttentionMask
+from torchtitan_clone.ops.delta_rule import gated_delta_rule
+from torchtitan_clone.ops.short_convolution import short_convolution
 
 Reach = int | None
 """Most tokens that a layer's tokens see, themselves included; None: all of their document."""
@@ -77,12 +82,15 @@ class CacheMask(nn.Module):
 
     def forward(
         self, documents_BT: Tensor | None, positions_BT: Tensor, *, window: Reach = None, chunk: Reach = None,
-        dtype: torch.dtype = torch.float32,
+        recurrent: bool = False, dtype: torch.dtype = torch.float32,
     ) -> AttentionMask:  # fmt: skip
         """Returns which of the tokens kept each row's next token sees [B, 1, 1, S]; None: all."""
         state = self._state
         if not state.length:
-            return self._mask(documents_BT, positions_BT, window=window, chunk=chunk, dtype=dtype)
+            options = {"window": window, "chunk": chunk, "recurrent": recurrent, "dtype": dtype}
+            return self._mask(documents_BT, positions_BT, **options)
+        if recurrent:
+            return None
         if not state.is_padded and (chunk is None or state.limit <= chunk):
             return None  # a window keeps no others
         size = state.capacity(window or chunk)
@@ -142,7 +150,7 @@ class CachedLatentAttention(nn.Module):
         self._state = state
         self._store = CachedVectors(state, reach=reach)
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: Rotation, mask: AttentionMask) -> Tensor:
         attention, sizes = self._attention, self._attention.sizes
         q_BTNH, (latent_BTL, key_BT1R) = attention.queries(x_BTD, rope), attention.latents(x_BTD, rope)
         kept_BT = torch.cat((latent_BTL, key_BT1R[:, :, 0]), dim=-1)
@@ -158,6 +166,49 @@ class CachedLatentAttention(nn.Module):
         out_B1N = attend(q_B1N, kept_B1S, kept_B1S, mask, scale=sizes.qk**-0.5)
         out_NBL = out_B1N[:, 0, :, : sizes.kv_latent].transpose(0, 1)
         return attention.wo((out_NBL @ v_NVL.transpose(1, 2)).transpose(0, 1).flatten(1)[:, None])
+
+
+class CachedConvolution(nn.Module):
+    """ShortConvolution that keeps the W - 1 tokens before the next one."""
+
+    def __init__(self, convolution: ShortConvolution, *, state: CacheState):
+        super().__init__()
+        self._convolution = convolution
+        self._state = state
+        self._kept = torch.empty(0)  # [B, W - 1, *]
+
+    def forward(self, x_BTC: Tensor, starts_BT: Tensor | None) -> Tensor:
+        weight_CW = self._convolution.weight
+        if self._state.length:
+            out_BTC = short_convolution(x_BTC, weight_CW, None, self._kept)
+            self._kept = torch.cat((self._kept, x_BTC), dim=1)[:, 1:]
+            return out_BTC
+        count, tokens = weight_CW.shape[1] - 1, x_BTC.shape[1]
+        self._kept = F.pad(x_BTC, (0, 0, count, 0))[:, tokens:]
+        if starts_BT is not None:  # those of padding
+            index_W = torch.arange(tokens - count, tokens, device=x_BTC.device)
+            self._kept = self._kept.masked_fill((index_W < starts_BT[:, -1:])[..., None], 0.0)
+        return self._convolution(x_BTC, starts_BT)
+
+
+class CachedDeltaRule(DeltaRule):
+    """DeltaRule that keeps the state after the newest token."""
+
+    def __init__(self, *, state: CacheState):
+        super().__init__()
+        self._state = state
+        self._kept: Tensor | None = None
+
+    def forward(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTNV: Tensor, decay_BTN: Tensor, beta_BTN: Tensor,
+        starts_BT: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        tensors = q_BTHK, k_BTHK, v_BTNV, decay_BTN, beta_BTN
+        if self._state.length:
+            out_BTNV, self._kept, _ = gated_delta_rule(*tensors, None, self._kept, chunk=1)
+        else:
+            out_BTNV, self._kept, _ = gated_delta_rule(*tensors, starts_BT)
+        return out_BTNV
 
 
 class ChosenExperts(nn.Module):
@@ -221,6 +272,10 @@ def apply_kv_cache(model: Decoder) -> CacheState:
         attention = block.get_submodule("attention")
         if isinstance(attention, LatentAttention):
             block.attention = CachedLatentAttention(attention, state=state, reach=reach)
+        elif isinstance(attention, DeltaAttention):
+            attention.add_module("core", CachedDeltaRule(state=state))
+            for name in ("q_conv", "k_conv", "v_conv"):
+                attention.add_module(name, CachedConvolution(getattr(attention, name), state=state))
         else:
             has_sinks = getattr(attention, "sinks", None) is not None
             attention.core = CachedCore(attention.get_submodule("core"), state=state, reach=reach, has_sinks=has_sinks)

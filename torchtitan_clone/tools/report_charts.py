@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from torchtitan_clone.observe.goodput import EVENT, KINDS
-from torchtitan_clone.observe.records import RECOVERED, SAVED
+from torchtitan_clone.observe.records import RECOVERED, REWOUND, SAVED
 from torchtitan_clone.tools.report_data import Record, RunData, Series, as_text, number
 
 MAX_MARKS = 300
@@ -259,6 +259,10 @@ def _history(runs: Sequence[RunData], *, points: int) -> Chart:
             "end or death": ("x", [(number(start, "last_time"), number(start, "last_step")) for start in ends]),
             "save": ("diamond", [(number(row, "time"), number(row, "step")) for row in run.events_named(SAVED)]),
             "recovery": ("star", [(number(row, "time"), number(row, "step")) for row in run.events_named(RECOVERED)]),
+            "rewind": (
+                "triangle-down",
+                [(number(row, "time"), number(row, "step")) for row in run.events_named(REWOUND)],
+            ),
         }
         for what, (symbol, places) in marks.items():
             if places := places[-MAX_MARKS:]:

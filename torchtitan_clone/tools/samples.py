@@ -5,6 +5,7 @@ Legend: B rows, T tokens of a row, D model, V vocabulary, N tokens of all rows, 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.attention import BLOCK
 from torchtitan_clone.ops.vocabulary import local_shards
 from torchtitan_clone.parallel.gradients import sum_over_ranks
-from torchtitan_clone.run.engine import Engine, build_plan_forward_backward
+from torchtitan_clone.run.engine import Engine
+from torchtitan_clone.run.forward_backward import build_plan_forward_backward
 from torchtitan_clone.run.loaders import tokens_of_rank
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.stopping import Timeouts
@@ -89,8 +91,8 @@ def sample(
         if stops():
             return None
     found = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
-    eos_id = plan.tokenizer.eos_id
-    return [ids[: ids.index(eos_id)] if eos_id in ids else ids for ids in found]
+    end_ids = plan.tokenizer.end_ids
+    return [list(takewhile(lambda token: token not in end_ids, ids)) for ids in found]
 
 
 def _row_length(plan: RunPlan, *, tokens: int) -> int:

@@ -28,6 +28,7 @@ from torchtitan_clone.comm.json_collectives import broadcast_json
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.config.started import as_started
 from torchtitan_clone.documents import MAX_BYTES, DocumentError, Value, parse_json
 from torchtitan_clone.network import join_host_and_port, listen, serve_store
 from torchtitan_clone.replicas.protocol import RecoveryState, StreamPositions
@@ -121,8 +122,8 @@ class Connection:
             )
         except RuntimeError as error:
             raise RuntimeError(
-                f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {os.environ['TORCHFT_LIGHTHOUSE']}; start "
-                f"scripts/lighthouse.py first ({error})"
+                f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {os.environ['TORCHFT_LIGHTHOUSE']}; "
+                f"{as_started('start scripts/lighthouse.py')} first ({error})"
             ) from None
 
     def close(self) -> None:

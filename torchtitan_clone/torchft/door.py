@@ -8,6 +8,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.messages import install
 from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.config.started import as_started
 from torchtitan_clone.replicas.protocol import ReplicaContext, ReplicaGroup
 from torchtitan_clone.torchft.lighthouse import parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.torchft.outer import init_outer_weights as init_outer_weights
@@ -29,8 +30,8 @@ def check_requirements() -> None:
         parse_lighthouse_address(address)
     else:
         problems.append(
-            f"fault_tolerance.enable: ${LIGHTHOUSE} is not set; start scripts/lighthouse.py and set it to the "
-            "address that it prints"
+            f"fault_tolerance.enable: ${LIGHTHOUSE} is not set; {as_started('start scripts/lighthouse.py')} and set "
+            "it to the address that it prints"
         )
     environment_integer("TORCHFT_MANAGER_PORT", default=0, high=65535)
     if problems:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import install
 from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.config.started import as_started
 from torchtitan_clone.network import LOOPBACK, NoAnswerError, join_host_and_port
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ def parse_lighthouse_address(address: str) -> tuple[str, int]:
     except ValueError:  # the port is not a number, or the host not a name
         pass
     raise ConfigError(
-        f"$TORCHFT_LIGHTHOUSE = {address}: must be an address as scripts/lighthouse.py prints it, http://HOST:PORT"
+        f"$TORCHFT_LIGHTHOUSE = {address}: must be an address as {as_started('scripts/lighthouse.py')} prints it, "
+        "http://HOST:PORT"
     )
 
 
@@ -130,7 +132,8 @@ def wait_for_lighthouse(address: str, *, seconds: float) -> None:
                 is_reported = True
             if time.monotonic() > deadline - 0.2:
                 raise NoAnswerError(
-                    f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {address} ({error}); start scripts/lighthouse.py "
-                    "there, or set the variable to the address that it prints"
+                    f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {address} ({error}); "
+                    f"{as_started('start scripts/lighthouse.py')} there, or set the variable to the address that it "
+                    "prints"
                 ) from None
             time.sleep(0.2)

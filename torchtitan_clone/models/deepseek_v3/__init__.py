@@ -1,20 +1,11 @@
-"""DeepSeek V3 and V2, and their sizes."""
+"""DeepSeek V3 and V2, Kimi K2, and their sizes."""
 
 from dataclasses import replace
 
-from torchtitan_clone.interfaces import TensorPlan
-from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER, DeepSeekV3Args, build
-from torchtitan_clone.models.plan import latent_attention_styles, moe_styles, prediction_styles
+from torchtitan_clone.models.composed import build, tensor_plan
+from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER, DeepSeekV3Args
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
-
-
-def tensor_plan(args: DeepSeekV3Args) -> TensorPlan:
-    """Returns the plan of a decoder with latent attention and experts."""
-    styles = moe_styles(has_shared_experts=True, dense_layers=range(args.n_dense_layers))
-    others = {name: style for name, style in styles.items() if name.split(".")[2:3] != ["attention"]}
-    latent = latent_attention_styles(has_query_latent=args.q_lora_rank > 0)
-    return TensorPlan(styles=others | latent | (prediction_styles() if args.mtp_depth else {}))
 
 
 def _yarn(mscale: float) -> RopeScaling:
@@ -60,4 +51,29 @@ SPEC = ModelSpec(
     build=build,
     tensor_plan=tensor_plan,
     hugging_face="torchtitan_clone.models.deepseek_v3.hf:HUB",
+)
+
+# Source: arXiv 2507.20534.
+KIMI_K2_FLAVORS = {
+    # More experts, of which one group, and fewer heads than DeepSeek V3's; learns on two CPU cores.
+    "debugmodel": DeepSeekV3Args(
+        dim=256, n_layers=6, n_heads=4, hidden_dim=768, n_dense_layers=1, q_lora_rank=96, kv_lora_rank=64,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, vocab_size=2048, max_seq_len=8192, rope_theta=50000.0,
+        moe=replace(V3_ROUTER, num_experts=12, top_k=2, hidden_dim=256, num_shared_experts=1, score_scale=2.827),
+    ),
+    "1T": DeepSeekV3Args(
+        n_heads=64, n_dense_layers=1, vocab_size=163840, rope_theta=50000.0, max_seq_len=131072,
+        rope_scaling=RopeScaling(
+            rope_type="yarn", factor=32.0, original_max_seq_len=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
+        ),
+        moe=replace(V3_ROUTER, num_experts=384, top_k=8, hidden_dim=2048, num_shared_experts=1, score_scale=2.827),
+    ),
+}  # fmt: skip
+
+KIMI_K2_SPEC = ModelSpec(
+    name="kimi_k2",
+    flavors=KIMI_K2_FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face="torchtitan_clone.models.deepseek_v3.hf:KIMI_K2_HUB",
 )

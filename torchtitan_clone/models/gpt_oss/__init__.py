@@ -7,9 +7,9 @@ from torchtitan_clone.models.plan import moe_styles, sink_styles
 from torchtitan_clone.models.spec import ModelSpec
 
 
-def tensor_plan(_args: GptOssArgs) -> TensorPlan:
+def tensor_plan(args: GptOssArgs) -> TensorPlan:
     """Returns the plan of a decoder with experts and sinks."""
-    return TensorPlan(styles=moe_styles(has_shared_experts=False) | sink_styles())
+    return TensorPlan(styles=moe_styles(args.moe) | sink_styles())
 
 
 FLAVORS = {

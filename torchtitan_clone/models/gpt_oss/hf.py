@@ -5,20 +5,17 @@ from dataclasses import dataclass
 
 from torchtitan_clone.hub.formats import CONFIG_KEYS, MoEHub, WindowedHub
 from torchtitan_clone.hub.keys import Arguments, entry_of, scaling_to_config
-from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, fused, same, stacked_expert_rules
+from torchtitan_clone.hub.mapping import BIAS_RULES, DECODER_RULES, Rules, fused, same, stacked_expert_rules
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
 from torchtitan_clone.models.moe import MoEArgs
 
 _MLP = "model.layers.*.mlp"
-_PROJECTIONS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 _gate_up_bias = same(f"{_MLP}.experts.gate_up_proj_bias")
 _RULES: Rules = {
     **{name: rule for name, rule in DECODER_RULES.items() if "feed_forward" not in name},
-    **{
-        f"layers.*.attention.{ours}.bias": same(f"model.layers.*.self_attn.{theirs}.bias")
-        for ours, theirs in _PROJECTIONS.items()
-    },
+    **BIAS_RULES,
+    "layers.*.attention.wo.bias": same("model.layers.*.self_attn.o_proj.bias"),
     "layers.*.attention.sinks.weight": same("model.layers.*.self_attn.sinks"),
     **stacked_expert_rules(_MLP, interleaved=True),
     "layers.*.feed_forward.router.bias": same(f"{_MLP}.router.bias"),

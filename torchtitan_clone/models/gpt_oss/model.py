@@ -9,11 +9,11 @@ from torchtitan_clone.models.decoder import (
     Heads,
     Layers,
     RopeTheta,
-    SizedHeads,
     TransformerBlock,
     Vocabulary,
     Width,
 )
+from torchtitan_clone.models.heads import SizedHeads
 from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.windowed import LayerType, Window, WindowedArgs
@@ -58,6 +58,7 @@ def build(args: GptOssArgs) -> Decoder:
 def build_block(args: GptOssArgs, _layer: int) -> TransformerBlock:
     """Returns the block of a layer."""
     attention = Attention(
-        dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim, bias=True, sinks=True
-    )
+        dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim, bias=True, output_bias=True,
+        sinks=True,
+    )  # fmt: skip
     return TransformerBlock(args, attention=attention, feed_forward=MoE(args.moe, dim=args.dim))

@@ -1,18 +1,20 @@
 """Llama 3's arguments and blocks. Source: arXiv 2407.21783."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from torchtitan_clone.config.schema_training import Range
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, Hidden, ModelArgs, TransformerBlock, Width
+from torchtitan_clone.models.decoder import Decoder, Hidden, TransformerBlock, Width
+from torchtitan_clone.models.heads import DividedHeads
 from torchtitan_clone.ops.layers import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Args(ModelArgs):
+class Llama3Args(DividedHeads):
     """Arguments of Llama 3."""
 
+    has_mup: ClassVar[bool] = True
     multiple_of: Width = 256
     ffn_dim_multiplier: Annotated[float, Range(0.0, 1000.0, above=True)] = 1.0
     hidden_dim: Hidden | None = None
@@ -24,13 +26,6 @@ class Llama3Args(ModelArgs):
             return self.hidden_dim
         size = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))  # 2/3 of 4 D, rounded up to a multiple
         return self.multiple_of * ((size + self.multiple_of - 1) // self.multiple_of)
-
-    def violations(self) -> list[str]:
-        errors = []
-        if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
-            rule = "must give heads of an even size; set dim to an even multiple of n_heads"
-            errors.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
-        return errors + super().violations()
 
 
 def build(args: Llama3Args) -> Decoder:

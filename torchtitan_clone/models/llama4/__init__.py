@@ -12,7 +12,7 @@ from torchtitan_clone.models.spec import ModelSpec
 def tensor_plan(args: Llama4Args) -> TensorPlan:
     """Returns the plan of a decoder of which some layers have experts."""
     dense = [layer for layer in range(args.n_layers) if not args.has_experts(layer)]
-    return TensorPlan(styles=moe_styles(has_shared_experts=True, dense_layers=dense))
+    return TensorPlan(styles=moe_styles(args.moe, dense_layers=dense))
 
 
 _SCALING = RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=8192)

@@ -1,29 +1,20 @@
 """Llama 4's format on the Hugging Face hub: Llama4ForCausalLM. Imports the text model of the published folders."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.hub.formats import CONFIG_KEYS, MoEHub
-from torchtitan_clone.hub.keys import WITHOUT_EFFECT, Arguments
+from torchtitan_clone.hub.keys import Arguments
 from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, rotary_rows, stacked_expert_rules, swiglu_rules
-from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.hub.wrapped import WrappedHub
 from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args
 
 _MLP = "model.layers.*.feed_forward"
-_IMAGES = ("vision_model.", "multi_modal_projector.")
-_OF_IMAGES = frozenset(
-    {
-        "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id", "image_token_index",
-        "vision_config",
-    }
-)  # fmt: skip
-"""Keys beside text_config that concern the model of images."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama4Hub(MoEHub):
+class Llama4Hub(WrappedHub, MoEHub):
     """Llama 4's format. Kinds of layers are given as numbers, and may be listed too."""
 
     def rules_of(self, args: Llama4Args) -> Rules:
@@ -35,38 +26,8 @@ class Llama4Hub(MoEHub):
         }
         return {**self.rules, **rotary}
 
-    def is_format_of(self, config: Mapping[str, object]) -> bool:
-        return config.get("model_type") == "llama4" or super().is_format_of(config)
-
-    def prefix(self, config: Mapping[str, object]) -> str:
-        return "language_model." if "text_config" in config else ""
-
-    def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
-        return name.startswith(_IMAGES) or super().is_leftover(name, args=args)
-
-    def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
-        count = sum(name.startswith(_IMAGES) for name in names)
-        where = " and ".join(f"{prefix}*" for prefix in _IMAGES)
-        return [f"leaves out the {count} tensors of {where}, which encode images"] if count else []
-
     def to_config(self, args: Llama4Args) -> dict[str, object]:
         return super().to_config(args) | _lists(args) | {"attn_temperature_tuning": args.query_scale > 0}
-
-    def from_config(self, config: Mapping[str, object]) -> Arguments:
-        if config.get("text_config") is None:
-            return super().from_config(config)
-        try:
-            text = Value(config["text_config"], where="config.json: text_config").plain_entries()
-        except DocumentError as error:
-            raise ConfigError(str(error)) from None
-        known = {*_OF_IMAGES, *WITHOUT_EFFECT, "model_type", "text_config", "quantization_config"}
-        given = {key: value for key, value in config.items() if value is not None and key not in known}
-        if given.pop("tie_word_embeddings", False) is not False or given:
-            key = next(iter(given), "tie_word_embeddings")
-            rule = "beside text_config llama4 has no such key; remove it if the model is the same without it"
-            raise ConfigError(f"config.json: {shorten(key)} = {shorten(repr(config[key]))}: {rule}")
-        quantization = {"quantization_config": config["quantization_config"]} if "quantization_config" in config else {}
-        return super().from_config({**text, **quantization})
 
     def read(self, given: Mapping[str, object]) -> Arguments:
         values = super().read(given)
@@ -94,6 +55,13 @@ def _lists(args: Llama4Args) -> dict[str, list[object]]:
 HUB = Llama4Hub(
     family="llama4",
     architecture="Llama4ForCausalLM",
+    wrapper="llama4",
+    wrapper_keys=frozenset(
+        {
+            "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id", "image_token_index",
+        }
+    ),
+    image_tensors=("vision_model.", "multi_modal_projector."),
     fixed={"model_type": "llama4_text", "hidden_act": "silu", "attention_bias": False},
     only={"router_jitter_noise": 0.0},
     others=frozenset({"attn_temperature_tuning", "layer_types", "moe_layers", "no_rope_layers"}),

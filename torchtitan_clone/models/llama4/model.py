@@ -13,11 +13,11 @@ from torchtitan_clone.models.decoder import (
     Heads,
     Hidden,
     Layers,
-    SizedHeads,
     TransformerBlock,
     Vocabulary,
     Width,
 )
+from torchtitan_clone.models.heads import SizedHeads
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 from torchtitan_clone.models.rope import QueryScale

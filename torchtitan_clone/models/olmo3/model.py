@@ -5,32 +5,24 @@ Source: arXiv 2501.00656 (OLMo 2); OLMo 3 adds windows.
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from torchtitan_clone.config.schema_training import Size
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, Epsilon, Hidden, ModelArgs, TransformerBlock, Vocabulary
-from torchtitan_clone.models.rope import Positions, RopeArgs
+from torchtitan_clone.models.composed import PostNormBlock
+from torchtitan_clone.models.decoder import Decoder, Epsilon, Hidden, Vocabulary
+from torchtitan_clone.models.heads import DividedHeads
+from torchtitan_clone.models.rope import RopeArgs
 from torchtitan_clone.models.windowed import LayerType, WindowedArgs
-from torchtitan_clone.ops.attention import AttentionMask
 from torchtitan_clone.ops.layers import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo2Args(ModelArgs):
+class Olmo2Args(DividedHeads):
     """Arguments of OLMo 2."""
 
     hidden_dim: Hidden = 11008
     vocab_size: Vocabulary = 100352
     norm_eps: Epsilon = 1e-6
     max_seq_len: Size = 4096
-
-    def violations(self) -> list[str]:
-        errors = []
-        if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
-            rule = "must give heads of an even size; set dim to an even multiple of n_heads"
-            errors.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
-        return errors + super().violations()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +42,6 @@ class Olmo3Args(Olmo2Args, WindowedArgs):
 
     def window_rope_args(self) -> RopeArgs:
         return RopeArgs(dim=self.head_dim, theta=self.rope_theta)
-
-
-class PostNormBlock(TransformerBlock):
-    """Attention and feed-forward, each with a norm after it and a residual connection around both."""
-
-    def forward(
-        self, x_BTD: Tensor, rope: Positions, mask: AttentionMask, is_context_BT: Tensor | None = None
-    ) -> Tensor:
-        """Returns [B, T, D]; there is no router that would ask for context."""
-        x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, rope, mask))
-        return x_BTD + self.ffn_norm(self.feed_forward(x_BTD))
 
 
 def build(args: Olmo2Args) -> Decoder:

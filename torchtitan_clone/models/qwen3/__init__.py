@@ -10,7 +10,7 @@ from torchtitan_clone.models.spec import ModelSpec
 def tensor_plan(args: Qwen3Args) -> TensorPlan:
     """Returns the plan of a decoder with norms of queries and keys."""
     is_moe = isinstance(args, Qwen3MoEArgs)
-    styles = moe_styles(has_shared_experts=args.moe.num_shared_experts > 0) if is_moe else decoder_styles()
+    styles = moe_styles(args.moe) if is_moe else decoder_styles()
     return TensorPlan(styles=styles | qk_norm_styles())
 
 

@@ -1,28 +1,21 @@
 """Qwen3's formats on the Hugging Face hub."""
 
-from collections.abc import Mapping
-
 from torchtitan_clone.hub.formats import CONFIG_KEYS, DecoderHub, MoEHub
-from torchtitan_clone.hub.keys import Arguments, read_arguments
-from torchtitan_clone.hub.mapping import DECODER_RULES, EXPERT_RULES, Rules, same
+from torchtitan_clone.hub.mapping import DECODER_RULES, EXPERT_RULES, QK_NORM_RULES, Rules
 from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False, "head_dim": 128}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
 # Unused, since use_sliding_window is false.
 _WITHOUT_EFFECT = frozenset({"sliding_window", "max_window_layers"})
 _KEYS = {**CONFIG_KEYS, "head_dim": "head_dim"}
-_RULES: Rules = {
-    **DECODER_RULES,
-    "layers.*.attention.q_norm.weight": same("model.layers.*.self_attn.q_norm.weight"),
-    "layers.*.attention.k_norm.weight": same("model.layers.*.self_attn.k_norm.weight"),
-}
+_RULES: Rules = {**DECODER_RULES, **QK_NORM_RULES}
 
 HUB = DecoderHub(
     family="qwen3",
     architecture="Qwen3ForCausalLM",
     fixed={"model_type": "qwen3", **_FIXED},
-    defaults={**_DEFAULTS, "num_key_value_heads": 32},
+    defaults={**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128},
     keys=_KEYS,
     without_effect=_WITHOUT_EFFECT,
     rules=_RULES,
@@ -30,18 +23,11 @@ HUB = DecoderHub(
 
 
 class _MoEHub(MoEHub):
-    """Qwen3's format with experts: head_dim is hidden_size / num_attention_heads if config.json has none."""
+    """Qwen3's format with experts."""
 
     def to_config(self, args: Qwen3MoEArgs) -> dict[str, object]:
         # The first is of the releases, the second of transformers.
         return {**super().to_config(args), "num_local_experts": args.moe.num_experts}
-
-    def read(self, given: Mapping[str, object]) -> Arguments:
-        keys = {"dim": "hidden_size", "n_heads": "num_attention_heads"}
-        if "head_dim" not in given and all(key in given for key in keys.values()):
-            sizes = read_arguments(keys, given)
-            given = {**given, "head_dim": sizes["dim"] // sizes["n_heads"]}
-        return super().read(given)
 
 
 MOE_HUB = _MoEHub(

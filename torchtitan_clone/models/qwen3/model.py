@@ -1,6 +1,7 @@
 """Qwen3's arguments and blocks: heads of a given size, with norms of queries and keys. Source: arXiv 2505.09388."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torchtitan_clone.config.schema_training import Size
 from torchtitan_clone.models.attention import Attention
@@ -10,10 +11,10 @@ from torchtitan_clone.models.decoder import (
     Heads,
     Hidden,
     RopeTheta,
-    SizedHeads,
     TransformerBlock,
     Vocabulary,
 )
+from torchtitan_clone.models.heads import SizedHeads
 from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 from torchtitan_clone.ops.layers import SwiGLU
 
@@ -22,6 +23,7 @@ from torchtitan_clone.ops.layers import SwiGLU
 class Qwen3Args(SizedHeads):
     """Arguments of dense Qwen3."""
 
+    has_mup: ClassVar[bool] = True
     hidden_dim: Hidden = 12288
     n_kv_heads: Heads | None = 8
     vocab_size: Vocabulary = 151936

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a job of submit.py: starts run_train.sh on every node, and requeues the job if steps remain.
+# Runs a job of `submit`: starts training on every node, and requeues the job if steps remain.
 #
 # Requeues a run that was stopped by a signal or its time limit, or that failed; not a run that is complete, has an
 # invalid configuration, was cancelled, or has started too often without a new checkpoint. After a node failure or a
@@ -40,6 +40,7 @@ may_requeue() {
 }
 
 REPO=$(dirname "$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")")
+[ ! -e "$REPO/run_train.sh" ] || export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" # this checkout, not an installed copy
 export NNODES="$SLURM_JOB_NUM_NODES"
 export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}"
 export LOGS="$RUN_FOLDER/slurm/$JOB.${SLURM_RESTART_COUNT:-0}"
@@ -49,7 +50,7 @@ export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-}"
 [ -n "$SRUN_CPUS_PER_TASK" ] || unset SRUN_CPUS_PER_TASK
 if [ -z "${MASTER_ADDR:-}" ] && ! MASTER_ADDR=$(master_address); then
     say "$SLURMD_NODENAME has only loopback addresses, which other nodes cannot reach;" \
-        "set slurm.environment.MASTER_ADDR to its address"
+        "set launch.environment.MASTER_ADDR to its address"
     exit 1
 fi
 export MASTER_ADDR
@@ -65,7 +66,7 @@ trap : HUP TERM USR1 USR2 # this shell must outlive the run
 srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '
     trap "" USR1 USR2
     NODE_RANK=$SLURM_NODEID LOG_FOLDER=$LOGS/node$SLURM_NODEID exec "$@"' node \
-    ${CONTAINER:-} "$REPO/run_train.sh" "$@"
+    ${CONTAINER:-} "${PYTHON:-python3}" -m torchtitan_clone.commands.train "$@"
 code=$?
 # srun returns the highest code, 75 where other nodes saved as it stopped them. find reads the folder anew on NFS, too.
 [ -z "$(find "$LOGS" -maxdepth 1 -name invalid)" ] || code=2
