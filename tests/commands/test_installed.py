@@ -66,7 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     copy = folder / "copy"
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("torchtitan_clone", "train_configs"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -148,8 +148,8 @@ def test_what_is_wrong_is_one_line(installed: Installed, words: list[str], compl
 
 def test_every_file_of_the_package_is_in_the_wheel(installed: Installed) -> None:
     """Sources of C++, the page of reports, tables of hardware, the script of Slurm jobs, train_configs/."""
-    source = ROOT / "torchtitan_clone"
-    files = [Path(folder, name) for folder, _, names in os.walk(source, followlinks=True) for name in names]
-    wanted = {path.relative_to(source) for path in files if "__pycache__" not in path.parts}
+    places = {ROOT / "torchtitan_clone": Path(), ROOT / "train_configs": Path("train_configs")}
+    files = [(path, source) for source in places for path in source.rglob("*") if path.is_file()]
+    wanted = {places[source] / path.relative_to(source) for path, source in files if "__pycache__" not in path.parts}
     assert {Path("train_configs/debug_model.toml"), Path("launch/slurm_job.sh")} < wanted
     assert [path for path in wanted if not (installed.package / path).is_file()] == []

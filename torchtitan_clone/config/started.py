@@ -37,8 +37,9 @@ SCRIPTS = {
 """The script of a checkout that does what each command of `torchtitan_clone` does."""
 
 
-CONFIGS = (Path(__file__).parents[1] / "train_configs").resolve()
-"""The configuration files of a checkout, which are also in the package."""
+_INSTALLED_CONFIGS = Path(__file__).parents[1] / "train_configs"
+CONFIGS = _INSTALLED_CONFIGS if _INSTALLED_CONFIGS.is_dir() else CHECKOUT / "train_configs"
+"""The configuration files: of the checkout, or the copy that a wheel has in the package."""
 DEFAULT_CONFIG = CONFIGS / "debug_model.toml"
 
 
