@@ -9,15 +9,9 @@ import time
 import pytest
 
 from tests.support.harness import run_ranks
-from tests.support.object_server import SECRET, served_process
+from tests.support.object_server import SECRET
 from tests.support.runs import Ranks, exit_codes, losses, options, train, wait_for_step
 from torchtitan_clone.checkpoint.remote import open_remote
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served_process() as started:  # the tests look into the store
-        yield started
 
 
 def run(corpus, folder, url, **changes):

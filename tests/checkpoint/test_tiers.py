@@ -19,7 +19,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.checkpoint.test_remote import flip_a_bit
 from tests.support.checkpoint_states import log_lines, make_state, progress_at, rank_of_a_group, set_step, step_of
 from tests.support.harness import run_ranks
-from tests.support.object_server import served_process
 from tests.support.runs import ROOT
 from torchtitan_clone.checkpoint.copying import copy_step, open_place
 from torchtitan_clone.checkpoint.folder import committed_steps
@@ -29,12 +28,6 @@ from torchtitan_clone.checkpoint.summary import describe_step, table_of_steps
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.ops.dtensor_shards import local_shard
-
-
-@pytest.fixture(scope="module")
-def server():
-    with served_process() as started:  # the tests look into the store
-        yield started
 
 
 def build(folder, url, state, **options):
@@ -48,11 +41,15 @@ def info_lines():
     return log_lines()
 
 
+def folder_of_node(folder):
+    """Returns the folder of this rank, which is alone on its node."""
+    os.environ["LOCAL_RANK"] = "0"
+    return folder / f"node{os.environ['RANK']}"
+
+
 def save_steps(folder, url, steps, options, by_node=False):
     """Saves steps one after another as training does, and waits for uploads at the end; the failure and the log."""
-    if by_node:
-        folder, os.environ["LOCAL_RANK"] = folder / f"node{os.environ['RANK']}", "0"
-    lines = info_lines()
+    folder, lines = folder_of_node(folder) if by_node else folder, info_lines()
     with rank_of_a_group():
         state = make_state(step=0)
         manager = build(folder, url, state, **options)
@@ -79,26 +76,23 @@ def save(server, folder, url, steps, *, ranks=2, by_node=False, **options):
 
 def resume(folder, url, options, by_node=False):
     """Resumes; the progress, the step of the values, and the log."""
-    if by_node:
-        folder, os.environ["LOCAL_RANK"] = folder / f"node{os.environ['RANK']}", "0"
-    lines = info_lines()
+    folder, lines = folder_of_node(folder) if by_node else folder, info_lines()
     with rank_of_a_group():
-        state = make_state(step=199)
-        manager = build(folder, url, state, **options)
-        progress, error = find_and_load(manager)
+        manager, progress, error = find_and_load(folder, url, state := make_state(step=199), options)
         if error is not None:
             return None, None, error
         manager.finish_uploads()
         return progress and progress.step, step_of(state), "\n".join(lines)
 
 
-def find_and_load(manager):
-    """Resumes; the progress, and the error if there is one."""
+def find_and_load(folder, url, state, options):
+    """Resumes; the manager, the progress, and the error if there is one."""
+    manager = build(folder, url, state, **options)
     try:
         manager.find_resume_point()
-        return manager.load(), None
+        return manager, manager.load(), None
     except ConfigError as error:
-        return None, str(error)
+        return manager, None, str(error)
 
 
 def load(server, folder, url, *, ranks=2, by_node=False, **options):
@@ -292,9 +286,7 @@ def matrices(*, step):
 def load_matrices(folder, url, options):
     """Resumes; the step of all values, the bytes that this rank holds, and those that it read; or the error."""
     with rank_of_a_group():
-        state = matrices(step=3)
-        manager = build(folder, url, state, **options)
-        progress, error = find_and_load(manager)
+        manager, progress, error = find_and_load(folder, url, state := matrices(step=3), options)
         if error is not None:
             return error
         wanted = matrices(step=progress.step)
