@@ -247,6 +247,19 @@ def test_a_deletion_that_was_killed_leaves_no_step_and_its_garbage_is_collected_
     assert remote.commit(upload_files(remote, steps[40]))
 
 
+def test_an_upload_may_reuse_what_a_killed_one_left_long_ago(remote, steps, tmp_path):
+    """Between its requests, another rank commits the step before and collects garbage."""
+    commit_all(remote, steps, 10)
+    upload_files(remote, steps[30])
+    for path in (tmp_path / "store/step-30").iterdir():
+        os.utime(path, times=(0, 0))
+    manifest = upload_files(remote, steps[30])
+    assert object_of(tmp_path, 30, "rank-0.safetensors").stat().st_mtime == 0, "it is reused"
+    commit_all(remote, steps, 20)
+    remote.purge(keep_latest_k=2, keep_every=0)
+    assert remote.commit(manifest)
+
+
 def test_a_step_that_is_set_aside_no_longer_counts_and_its_files_are_kept(remote, steps, tmp_path):
     commit_all(remote, steps, 10, 20)
     target = remote.set_aside(20, suffix="bad", reason="a reason: x/y")

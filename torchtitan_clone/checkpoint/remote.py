@@ -170,14 +170,17 @@ class RemoteFolder:
     # ------------------------------------------------------------------ deleting
 
     def purge(self, *, keep_latest_k: int, keep_every: int, keep_below: int = 0) -> list[int]:
-        """Deletes and returns complete steps, as `folder.purge` chooses them; also garbage that is old enough."""
+        """Deletes and returns complete steps, as `folder.purge` chooses them; also garbage that is old enough.
+
+        What is there of later steps than the newest complete one stays: an upload in progress may reuse it.
+        """
         steps = self._list()
-        old = steps_to_delete(
-            self._complete(steps), keep_latest_k=keep_latest_k, keep_every=keep_every, keep_below=keep_below
-        )
+        complete = self._complete(steps)
+        old = steps_to_delete(complete, keep_latest_k=keep_latest_k, keep_every=keep_every, keep_below=keep_below)
         for step in old:
             self.delete(step, objects=steps[step])
-        self._collect_garbage({step: objects for step, objects in steps.items() if step not in old})
+        kept = [step for step in steps if step not in old and step <= max(complete, default=-1)]
+        self._collect_garbage({step: steps[step] for step in kept})
         return old
 
     def delete(self, step: int, *, objects: Mapping[str, StoredObject] | None = None) -> None:
