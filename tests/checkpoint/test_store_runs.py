@@ -95,6 +95,9 @@ def refusals(server, corpus, tmp_path_factory):
     server.proxy.mode = "pass"
     machine = {"AWS_ENDPOINT_URL": server.env["AWS_ENDPOINT_URL"], "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1"}
     answers += run_ranks(exit_codes_without_keys, 1, [run(corpus, folder, url)], folder / "log", env=machine)[0]
+    dry = [run(corpus, folder, url, job__dry_run=True)]
+    assert run_ranks(exit_codes, 1, dry, folder / "log", env=server.env)[0][0][0] == 0
+    assert not open_remote(url, timeout_seconds=5).objects.find(), "a dry run writes nothing"
     assert not list(folder.glob("run/*")), "nothing is written"
     return answers
 

@@ -167,10 +167,11 @@ def _check_torch(config: Config) -> None:
         )
 
 
-def check_start(plan: RunPlan) -> Progress:
+def check_start(plan: RunPlan, *, writes: bool) -> Progress:
     """Checks what a start needs of this machine, of the run's folder and of an object store, without reading data.
 
-    Returns the progress that the run probably resumes from. ConfigError.
+    Returns the progress that the run probably resumes from. With `writes` an object shows that the store can be written
+    to. ConfigError.
     """
     config = plan.config
     if config.fault_tolerance.enable:
@@ -201,7 +202,7 @@ def check_start(plan: RunPlan) -> Progress:
         from torchtitan_clone.run.teacher import check_teacher
 
         check_teacher(plan)  # first: run_identity() reads its files
-    progress = _expected_progress(plan)
+    progress = _expected_progress(plan, writes=writes)
     if not progress.step:
         find_initial_weights(plan)
     return progress
@@ -215,7 +216,7 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     """
     config = plan.config
     check_interface(config.comm)
-    progress = check_start(plan)
+    progress = check_start(plan, writes=True)
     launch.check_peers()
     check_compiler(config.compile, device_type=pick_device(launch).type)
     if config.model.converters:
@@ -247,14 +248,14 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     )
 
 
-def _expected_progress(plan: RunPlan) -> Progress:
+def _expected_progress(plan: RunPlan, *, writes: bool) -> Progress:
     checkpoint = plan.config.checkpoint
     progress = expected_progress(checkpoint, folder=plan.checkpoint_folder, identity=run_identity(plan))
     if (url := store_url(checkpoint)) is not None and checkpoint.enable:
         from torchtitan_clone.checkpoint.remote import check_store
 
         is_writer = not checkpoint.load_only and environment_integer("RANK", default=0) == 0
-        stored = check_store(checkpoint, writes=is_writer)
+        stored = check_store(checkpoint, writes=writes and is_writer)
         if stored is not None and checkpoint.create_seed_checkpoint:
             rule = f"{url} already has checkpoints"
             raise ConfigError(
