@@ -345,4 +345,4 @@ class Trainer:
             goodput=goodput,
             next_steps=describe_results(plan),
         ).report()
-        return is_complete or is_obsolete
+        return (is_complete and not self._saver.is_cut_off) or is_obsolete

@@ -69,6 +69,25 @@ def test_a_server_that_fails_costs_no_step_and_one_that_is_gone_is_one_line(serv
     assert "is complete: step 32" in train(more, world_size=1, log_folder=tmp_path, env=server.env)[1]
 
 
+def test_a_stop_does_not_wait_for_an_upload_past_the_deadline(server, corpus, tmp_path):
+    """The store accepts connections, and answers none: the upload would take store_timeout_seconds."""
+    url = server.make_bucket()
+    stops = {"preemption__requeue": True, "preemption__deadline_seconds": 3}
+    argv = run(corpus, tmp_path, url, training__steps=100_000, **stops)
+    started = Ranks(argv, world_size=2, log_folder=tmp_path, env=server.env)
+    wait_for_step(tmp_path, 9)
+    server.proxy.mode = "stall"
+    started.signal(signal.SIGTERM, ranks=[1])
+    code, output = started.wait(60)
+    server.proxy.mode = "pass"
+    (step,) = re.findall(r"step (\d+) is saved in the local folder only: no time was left for its upload;", output)
+    assert (code, f": step {step} is saved, rerun the same command to resume" in output) == (75, True), output
+    last = int(step) + 1
+    code, output = train([*argv, f"--training.steps={last}"], world_size=2, log_folder=tmp_path, env=server.env)
+    assert (code, f"resumed after step {step}" in output) == (0, True), output
+    assert open_remote(url, timeout_seconds=5).committed_steps()[-2:] == [int(step), last]
+
+
 def exit_codes_without_keys(cases, log):
     """Returns as `exit_codes`, on a machine whose environment has no credentials."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchtitan_clone")
 
+OUT_OF_TIME = "no time was left for its upload"
+"""Why a step is not in the object store if the run had to exit."""
 _SECONDS_BETWEEN_POLLS = 0.2
 
 
@@ -339,18 +341,25 @@ class CheckpointManager:
         if self._save is not None and self._save.outcome() is None:
             self.saved_step = self._save.report.step
 
-    def finish_uploads(self, *, beat: Callable[[], object] = lambda: None) -> str | None:
+    def finish_uploads(
+        self, *, beat: Callable[[], object] = lambda: None, is_out_of_time: Callable[[], bool] = lambda: False
+    ) -> str | None:
         """Waits until the newest step is in the object store, and returns why it is not; None without a store.
 
-        Ends in a bounded time after the store has ceased to answer. `beat` is called meanwhile. Collective.
+        Ends in a bounded time after the store has ceased to answer, and at once if a rank `is_out_of_time`; `beat` is
+        called meanwhile. Collective.
         """
         if self._uploads is None:
             return None
         self._upload_saved_step()
-        while any(each.flag() for each in all_gather_json(self._uploads.is_busy)):
+        while True:
+            answers = [each.items(count=2) for each in all_gather_json([self._uploads.is_busy, is_out_of_time()])]
+            if not any(is_busy.flag() for is_busy, _ in answers):
+                return optional_text(broadcast_json(self._uploads.failure))
+            if any(is_late.flag() for _, is_late in answers):
+                return OUT_OF_TIME
             beat()
             time.sleep(_SECONDS_BETWEEN_POLLS)
-        return optional_text(broadcast_json(self._uploads.failure))
 
     def reports(self) -> Iterator[SaveReport]:
         """Yields, on rank 0, a report for each save that ended since the last call."""

@@ -200,7 +200,8 @@ class Preemption:
 
     deadline_seconds: Duration | None = None
     """Time from the signal until the process must exit, in seconds. After half of it, a running step is interrupted and
-    repeated after the restart; the other half is for saving. Unset: never interrupt a step."""
+    repeated after the restart; the other half is for saving, and after four fifths no upload to a store is waited for.
+    Unset: never interrupt a step."""
     requeue: bool = False
     """Exit with code 75 if steps remain, so that a batch job knows to restart the run; false: exit with code 0."""
 

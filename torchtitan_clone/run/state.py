@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.checkpoint.manager import OUT_OF_TIME, CheckpointManager
 from torchtitan_clone.checkpoint.progress import Progress, parse_progress
 from torchtitan_clone.data import Loader
 from torchtitan_clone.documents import DocumentError, Value
@@ -285,6 +285,8 @@ class Saver:
         self._timeouts = timeouts
         self._stop = stop
         self._has_saved_last = False
+        self.is_cut_off = False
+        """Whether the last step is not in the object store because the run had to exit."""
         self._checked: Progress | None = None
 
     def save_if_due(self, step: int, *, overdue: bool) -> None:
@@ -366,16 +368,22 @@ class Saver:
     def close(self, *, is_exported: bool) -> bool:
         """Marks the run as complete, if its last step is saved and exported; returns if it is. A collective.
 
-        TrainingError if the last step of the run is not in the object store that is configured.
+        TrainingError if the last step of the run cannot be put into the object store that is configured.
         """
+        step, is_last = self._state.step, self._state.step == self._state.engine.plan.config.training.steps
         with self._timeouts.relaxed():
-            failure = self._checkpoints.finish_uploads(beat=self._timeouts.beat)
-        if failure is not None and self._state.step == self._state.engine.plan.config.training.steps:
-            self._checkpoints.close()
+            failure = self._checkpoints.finish_uploads(beat=self._timeouts.beat, is_out_of_time=self._stop.must_exit)
+        if failure is not None:
             remedy = "rerun the same command to upload it, on nodes that have the local folder"
-            raise TrainingError(f"step {self._state.step} is saved in the local folder only: {failure}; {remedy}")
-        is_complete = self._state.step == self._state.engine.plan.config.training.steps and is_exported
-        if is_complete and self._checkpoints.saved_step == self._state.step and self._replicas.is_writer:
+            text = f"step {self._checkpoints.saved_step} is saved in the local folder only: {failure}; {remedy}"
+            self.is_cut_off = failure == OUT_OF_TIME
+            if is_last and not self.is_cut_off:
+                self._checkpoints.close()
+                raise TrainingError(text)
+            if dist.get_rank() == 0:
+                logger.warning("%s", text)
+        is_complete = is_last and is_exported and failure is None
+        if is_complete and self._checkpoints.saved_step == step and self._replicas.is_writer:
             is_exported = self._checkpoints.mark_complete(self._state.progress)
         self._checkpoints.close()
         return is_exported

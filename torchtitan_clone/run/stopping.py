@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 REQUEUE_EXIT_CODE = 75
 """Exit code of a run that was stopped with steps left, if `preemption.requeue` is set: a temporary failure."""
+_EXIT_SHARE = 0.8
+"""Share of the deadline after which no upload is waited for."""
 
 
 class StopBeforeTraining(BaseException):
@@ -157,13 +159,18 @@ class StopPolicy:
         ends = self._max_seconds is not None and self._request.age_seconds + self.save_seconds >= self._max_seconds
         return any(self._sum_over_ranks([ends or self._is_past_deadline()]))
 
+    def must_exit(self) -> bool:
+        """Returns this rank's own view of whether what is left of the deadline, or of max_seconds, is for the exit."""
+        ends = self._max_seconds is not None and self._request.age_seconds >= self._max_seconds
+        return ends or self._is_past_deadline(share=_EXIT_SHARE)
+
     def check_deadline(self) -> None:
         """Raises StepInterrupted on all ranks once half of the deadline has passed on one. A collective."""
         if self._deadline_seconds is not None and any(self._sum_over_ranks([self._is_past_deadline()])):
             raise StepInterrupted
 
-    def _is_past_deadline(self) -> bool:
-        return self._deadline_seconds is not None and self._request.seconds_since > self._deadline_seconds / 2
+    def _is_past_deadline(self, *, share: float = 0.5) -> bool:
+        return self._deadline_seconds is not None and self._request.seconds_since > share * self._deadline_seconds
 
 
 class Timeouts:
