@@ -141,7 +141,7 @@ def _describe(plan: "RunPlan", *, device: "torch.device") -> int:
     from torchtitan_clone.run.describe import DEVICE_TYPES, describe_run, find_planner
     from torchtitan_clone.run.preflight import find_all_notices, find_memory_errors
 
-    preflight.check_start(plan, writes=False)
+    preflight.check_start(plan)
     device_type = plan.device_type
     sys.stdout.write(describe_run(plan, device_type=device_type))
     warnings = [*find_all_notices(plan, device_type=device_type)]

@@ -167,7 +167,7 @@ def _check_torch(config: Config) -> None:
         )
 
 
-def check_start(plan: RunPlan, *, writes: bool) -> Progress:
+def check_start(plan: RunPlan, *, writes: bool = False) -> Progress:
     """Checks what a start needs of this machine, of the run's folder and of an object store, without reading data.
 
     Returns the progress that the run probably resumes from. With `writes` an object shows that the store can be written
