@@ -100,7 +100,7 @@ def shortened(command: str) -> str:
     if "benchmarks/checkpoint.py" in command:
         return f"{command} --gib=0.01 --saves=1"
     if "benchmarks/data.py" in command:
-        text = "--text my_text --mb=0.4 --tokens=100000 --large-tokens=1000000"
+        text = "--text torchtitan_clone tests --mb=0.4 --tokens=100000 --large-tokens=1000000"
         return f"{command} {text} --rounds=1"
     if "scripts/plan.py" in command and "debug_model" not in command:
         return f"{command} --gpus=8 --model.args.n_layers=4"
