@@ -23,7 +23,7 @@ from torchtitan_clone.cache_folders import (
     use_folder,
     write_with_digest,
 )
-from torchtitan_clone.cpu.torch_compat import HAS_AMX, HAS_AVX512_BF16
+from torchtitan_clone.cpu.torch_compat import HAS_AMX
 from torchtitan_clone.torch_compat import compiler_command, identify_processor
 
 logger = logging.getLogger("torchtitan_clone")
@@ -33,7 +33,7 @@ _VECTORS = {"AVX512": (16, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma"), 
 FLOATS_OF_VECTOR, VECTOR_FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
 _KERNELS = ("attention.cpp", "product.cpp")
 _TILES = ("tile_attention.cpp",)
-TILE_FLAGS = ["-mamx-tile", "-mamx-bf16", *(["-mavx512bf16"] if HAS_AVX512_BF16 else [])]
+TILE_FLAGS = ["-mamx-tile", "-mamx-bf16"]
 _TIMEOUT_SECONDS = 300
 _left_out: set[str] = set()
 

@@ -11,11 +11,8 @@
 #include <xmmintrin.h>
 #endif
 
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 #ifdef __AMX_BF16__
+#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -113,18 +110,6 @@ Vector widened(const Low* x) {
   return reinterpret_cast<const Vector&>(bits);
 }
 void store_low(Low* x, Bits upper) { *reinterpret_cast<Lows*>(x) = __builtin_convertvector(upper >> 16, Lows); }
-
-// Writes values rounded to bfloat16.
-void store_rounded(Low* x, Vector value) {
-#if defined(__AVX512BF16__) && FLOATS_OF_VECTOR == 16
-  __m512 wide;
-  std::memcpy(&wide, &value, sizeof wide);
-  const __m256bh low = _mm512_cvtneps_pbh(wide);
-  std::memcpy(x, &low, sizeof low);
-#else
-  store_low(x, rounded(value));
-#endif
-}
 
 // Writes pairs of bfloat16 of which the first are the lower halves, and the second the upper halves.
 void store_pairs(Low* x, Bits first, Bits second) { *reinterpret_cast<Bits*>(x) = first | second; }

@@ -6,8 +6,6 @@ import torch
 
 HAS_AMX = torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
 """Whether this processor multiplies matrices in bfloat16 by AMX; get_capabilities() is new in 2.12."""
-HAS_AVX512_BF16 = torch.cpu._is_avx512_bf16_supported()
-"""Whether this processor has instructions of AVX-512 for bfloat16."""
 
 
 def has_bfloat16_units() -> bool:
@@ -15,4 +13,4 @@ def has_bfloat16_units() -> bool:
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     x86 = platform.machine().lower() in ("x86_64", "amd64")  # oneDNN also emulates bfloat16 with AVX-512
-    return not x86 or HAS_AVX512_BF16 or HAS_AMX
+    return not x86 or torch.cpu._is_avx512_bf16_supported() or HAS_AMX
