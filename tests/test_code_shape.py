@@ -6,7 +6,6 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -42,7 +41,6 @@ CALLED_BY_USERS = ["commands", "api", "__main__"]
 
 MOST_LINES = {"trainer": 350, "script": 80, "class": 350}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
-MOST_ATTRIBUTES = 15
 FUNCTION_LEVEL_CIRCLES: dict[str, str] = {}
 """Imports inside functions that close a circle of files, as "importer -> imported", each with the reason."""
 
@@ -397,97 +395,9 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
                 yield f"{module.removeprefix('torchtitan_clone.')}.{node.name}", node
 
 
-def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Methods of a class, private ones and properties too; a property and its setter are one."""
-    return list({each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}.values())
-
-
-def own_attributes(node: ast.AST) -> set[str]:
-    """Attributes that are assigned to `self` inside this node."""
-    return {
-        each.attr
-        for each in attributes(node)
-        if isinstance(each.ctx, ast.Store) and isinstance(each.value, ast.Name) and each.value.id == "self"
-    }
-
-
-def declared_attributes(node: ast.ClassDef) -> set[str]:
-    """Names that are assigned or annotated in the body of a class, such as the fields of a dataclass."""
-    found = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
-    targets = (target for each in node.body if isinstance(each, ast.Assign) for target in flat_targets(each.targets))
-    return found | {ast.unparse(target) for target in targets}
-
-
-def is_table_of_options(name: str) -> bool:
-    """Whether a class is one table of the configuration, whose fields are the options of users."""
-    return (
-        name.startswith(("config.schema.", "config.schema_cluster.", "config.schema_training."))
-        or name == "models.moe.MoEArgs"
-    )
-
-
 def test_classes_are_small() -> None:
-    large = []
-    for name, node in classes():
-        count = len(own_attributes(node) | declared_attributes(node))
-        lines = (node.end_lineno or node.lineno) - node.lineno + 1
-        if lines > MOST_LINES["class"] or (count > MOST_ATTRIBUTES and not is_table_of_options(name)):
-            large.append(f"{name}: {count} attributes, {lines} lines")
-    assert not large, listed(large)
-
-
-SHARED_NAMES = {
-    "Exchange": "of tokens, of heads and of parameters: three private classes, each in one file",
-    "MoEHub": "a family of experts extends that of all",
-    "RMSNorm": "the module, and the autograd function in its file",
-    "Route": "of tokens to experts, and of parts of matrices between ranks",
-    "Rows": "rows of a batch: of best fit, of micro-batches, of tensor parallelism and of context parallelism",
-    "Stage": "of data.stages, and torch's PipelineStage",
-    "Stream": "the protocol, and what implements it behind the door cpu",
-    "Transfer": "as Stream, and a collective of the planner",
-}
-"""Names that several classes may have, without the underscore of private ones, each with the reason."""
-
-
-def test_classes_have_names_of_their_own() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
-    for name, _ in classes():
-        places[name.rpartition(".")[2].lstrip("_")].append(name)
-    shared = [f"{name}: {', '.join(of)}" for name, of in places.items() if len(of) > 1 and name not in SHARED_NAMES]
-    assert not shared, listed(shared)
-
-
-def born_attributes() -> dict[str, set[str]]:
-    """Attributes of each class of the package that exist after its constructor, by the name of the class."""
-    born: dict[str, set[str]] = defaultdict(set)
-    for name, node in classes():
-        born[name.rpartition(".")[2]] |= declared_attributes(node)
-        for method in methods(node):
-            if method.name in ("__init__", "__post_init__", "__new__") or has_setter(node, method.name):
-                born[name.rpartition(".")[2]] |= own_attributes(method) | {method.name}
-    return born
-
-
-def has_setter(node: ast.ClassDef, name: str) -> bool:
-    """Whether a class has a property of this name that can be assigned to."""
-    return any(
-        isinstance(each, ast.FunctionDef) and f"{name}.setter" in map(ast.unparse, each.decorator_list)
-        for each in node.body
-    )
-
-
-def test_attributes_are_born_in_init() -> None:
-    born = born_attributes()
-    late = []
-    for name, node in classes():
-        bases = [node.name, *(tail_name(base) for base in node.bases)]
-        known = set().union(*(born.get(base, set()) for base in bases))
-        late += [
-            f"{name}.{method.name} assigns self.{attribute} first"
-            for method in methods(node)
-            for attribute in sorted(own_attributes(method) - known)
-        ]
-    assert not late, listed(late)
+    lines = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in classes()}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES["class"]} == {}
 
 
 def test_the_configuration_loads_without_torch() -> None:

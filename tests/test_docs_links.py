@@ -38,9 +38,7 @@ NUMBERS: dict[tuple[str, str], Callable[[], tuple[int, ...]]] = {
     ),
     ("design.md", r"`trainer.py` \| at most (\d+) lines"): lambda: (shape.MOST_LINES["trainer"],),
     ("design.md", r"scripts \| at most (\d+) lines"): lambda: (shape.MOST_LINES["script"],),
-    ("design.md", r"class \| at most (\d+) attributes and (\d+) lines"): lambda: (
-        shape.MOST_ATTRIBUTES, shape.MOST_LINES["class"],
-    ),
+    ("design.md", r"class \| at most (\d+) lines"): lambda: (shape.MOST_LINES["class"],),
     ("design.md", r"median at most (\d+) lines, 90th percentile at most (\d+), longest at most (\d+)"): lambda: (
         shape.FUNCTION_LINES["median"], shape.FUNCTION_LINES["90 %"], shape.FUNCTION_LINES["longest"],
     ),
