@@ -1,4 +1,7 @@
-"""Context parallelism, also that of head_exchange.py, against one device: attention, gradients, memory, messages."""
+"""Context parallelism, also that of head_exchange.py, against one device: attention, losses, memory, messages.
+
+Gradients of whole runs are those of one device in tests/parallel/test_parity.py.
+"""
 
 import itertools
 import json
@@ -8,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.marks import marked, needs_door
+from tests.marks import needs_door
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
-from tests.parallel.test_gradients import Runs
 from tests.support.harness import run_ranks
 from tests.support.runs import losses, make_corpus, options, rows, train
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
@@ -165,43 +167,10 @@ def test_ranks_share_every_token_and_the_work(degree, method):
         assert len({sum(indices) for indices in tokens}) == 1
 
 
-CP, TP = "parallelism__context_parallel_degree", "parallelism__tensor_parallel_degree"
+CP = "parallelism__context_parallel_degree"
 METHOD, ROWS = "parallelism__context_parallel_rotate_method", "training__local_batch_size"
-MODE, OPTION = "activation_checkpoint__mode", "activation_checkpoint__selective_ac_option"
-COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
-MASKS = {"": {}, " causal": {"training__document_masking": False}}
+MODE = "activation_checkpoint__mode"
 SPLIT_HEADS = {"model__args__n_kv_heads": 4}
-
-COMBINATIONS = {
-    **{
-        f"{method} {ranks}{mask}": (
-            ranks,
-            {CP: ranks, METHOD: method, **MASKS[mask], **(SPLIT_HEADS if method == "alltoall" else {})},
-        )
-        for method, (ranks, mask) in itertools.product(METHODS, [(2, ""), (2, " causal"), (4, "")])
-    },
-    # The last row has no targets: the last micro-batch consists of it and gives this rank no gradient.
-    "accumulate": (2, {CP: 2, METHOD: "ring", ROWS: 1}),
-    "tp alltoall": (4, {CP: 2, TP: 2, METHOD: "alltoall", **SPLIT_HEADS}),
-    "full ac": (2, {CP: 2, METHOD: "ring", MODE: "full"}),
-    "selective op alltoall": (
-        2, {CP: 2, METHOD: "alltoall", MODE: "selective", OPTION: "op"},
-    ),
-    "compiled alltoall ac": (2, {CP: 2, METHOD: "alltoall", MODE: "full", **COMPILED}),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def runs(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("context")
-    common = {ROWS: 4, "training__loss_chunk_tokens": 48}
-    changed = {name: (ranks, common | changes) for name, (ranks, changes) in COMBINATIONS.items()}
-    return Runs({name: (ranks, options(corpus, folder / name, **each)) for name, (ranks, each) in changed.items()})
-
-
-@pytest.mark.parametrize("name", marked(COMBINATIONS))
-def test_gradients_equal_one_device(runs, name):
-    runs.check(name)
 
 
 def saved_bytes(argv):
