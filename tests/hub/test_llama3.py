@@ -1,14 +1,13 @@
-"""Tests of formats.py and keys.py: names and arguments against those of transformers."""
+"""Tests of formats.py and keys.py: arguments against those of transformers, of Llama and of Qwen3."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.models.twins import assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import MODELS
@@ -21,45 +20,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SMALL = Llama3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, hidden_dim=172)
 
 
-@pytest.mark.parametrize("flavor", SPEC.flavors)
-def test_config_round_trips_through_transformers(flavor):
-    args = SPEC.flavors[flavor]
-    theirs = LlamaConfig(**hf.to_config(args))
-    assert theirs.head_dim == args.head_dim
-    for config in (hf.to_config(args), theirs.to_dict()):
-        values = hf.from_config(config)
-        assert values == hf.arguments(args)
-        # What a user would write into [model.args]; TOML cannot express that scaling is unset.
-        given = {key: value for key, value in values.items() if value is not None}
-        again = overlay(SPEC.flavors["debugmodel"], given, where="model.args")
-        assert hf.arguments(again) == values
-        assert (again.head_dim, again.ffn_hidden_dim) == (args.head_dim, args.ffn_hidden_dim)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_tensors_are_those_of_transformers(tied):
-    args = replace(SMALL, tied_embeddings=tied)
-    with torch.device("meta"):
-        theirs = dict(LlamaForCausalLM(LlamaConfig(**hf.to_config(args))).named_parameters())
-    assert_tensors_are(SPEC, args, theirs)
-
-
 def test_what_may_be_skipped_in_a_file():
     args = SPEC.flavors["debugmodel"]
     assert hf.is_leftover("model.layers.0.self_attn.rotary_emb.inv_freq", args=args)
     assert hf.is_leftover("lm_head.weight", args=replace(args, tied_embeddings=True))
     assert not hf.is_leftover("lm_head.weight", args=args)
-
-
-def test_a_bare_config_has_the_defaults_of_transformers():
-    bare = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 9,
-        "intermediate_size": 8,
-    }
-    assert hf.from_config(bare) == hf.from_config(LlamaConfig(**bare).to_dict())
 
 
 def test_published_configs_of_both_versions_are_read():
@@ -116,31 +81,53 @@ def test_a_scaling_that_was_added_to_a_config_is_read():
     )
 
 
+@pytest.mark.parametrize(("family", "config"), [("llama3", LlamaConfig), ("qwen3", Qwen3Config)])
+def test_a_bare_config_has_the_defaults_of_transformers(family, config):
+    bare = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    bare |= {"vocab_size": 9, "intermediate_size": 8}
+    hub = format_of(MODELS[family])
+    assert hub.from_config(bare) == hub.from_config(config(**bare).to_dict())
+
+
 @pytest.mark.parametrize(
-    ("changes", "fragment"),
+    ("family", "changes", "fragment"),
     [
-        ({"model_type": "mistral"}, "mistral"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"head_dim": 32}, "head_dim = 32"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
-        ({"rope_scaling": YARN | {"mscale": 1.0}}, "one of mscale and mscale_all_dim"),
-        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate = 1: must be true or false"),
-        ({"rope_scaling": YARN | {"truncate": None}}, "truncate = null: must be true or false"),
-        ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor = 0.0: must be above 0"),
-        ({"rope_scaling": YARN | {"original_max_position_embeddings": 2}}, "rotates beta_slow times"),
-        ({"rope_scaling": YARN | {"type": "linear"}}, "differs from type"),
-        ({"rope_scaling": YARN | {"low_freq_factor": 1.0}}, "low_freq_factor = 1.0: a rope scaling of type yarn"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention = a table"),
-        ({"no_such_key": 1, "also": None}, "no_such_key = 1: llama3 has no such key; remove it"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: llama3 has only full_attention"),
-        ({"is_causal": False}, "is_causal = False"),
-        ({"hidden_size": None}, "hidden_size is missing"),
+        ("llama3", {"model_type": "mistral"}, "mistral"),
+        ("llama3", {"attention_bias": True}, "attention_bias"),
+        ("llama3", {"hidden_act": "gelu"}, "gelu"),
+        ("llama3", {"head_dim": 32}, "head_dim = 32"),
+        ("llama3", {"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
+        ("llama3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
+        ("llama3", {"rope_scaling": YARN | {"mscale": 1.0}}, "one of mscale and mscale_all_dim"),
+        ("llama3", {"rope_scaling": YARN | {"truncate": 1}}, "truncate = 1: must be true or false"),
+        ("llama3", {"rope_scaling": YARN | {"truncate": None}}, "truncate = null: must be true or false"),
+        ("llama3", {"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor = 0.0: must be above 0"),
+        ("llama3", {"rope_scaling": YARN | {"original_max_position_embeddings": 2}}, "rotates beta_slow times"),
+        ("llama3", {"rope_scaling": YARN | {"type": "linear"}}, "differs from type"),
+        (
+            "llama3",
+            {"rope_scaling": YARN | {"low_freq_factor": 1.0}},
+            "low_freq_factor = 1.0: a rope scaling of",
+        ),
+        ("llama3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ("llama3", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention = a table"),
+        ("llama3", {"no_such_key": 1, "also": None}, "no_such_key = 1: llama3 has no such key; remove it"),
+        (
+            "llama3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: llama3 has only",
+        ),
+        ("llama3", {"is_causal": False}, "is_causal = False"),
+        ("llama3", {"hidden_size": None}, "hidden_size is missing"),
+        ("qwen3", {"model_type": "llama"}, "qwen3 supports only 'qwen3'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ("qwen3", {"intermediate_size": None}, "intermediate_size is missing"),
     ],
 )
-def test_unsupported_values_are_refused(changes, fragment):
-    config = {key: value for key, value in (hf.to_config(SMALL) | changes).items() if value is not None}
+def test_unsupported_values_are_refused(family, changes, fragment):
+    hub = format_of(MODELS[family])
+    config = hub.to_config(SMALL if family == "llama3" else MODELS[family].flavors["debugmodel"]) | changes
     with pytest.raises(ConfigError, match=fragment):
-        hf.from_config(config)
+        hub.from_config({key: value for key, value in config.items() if value is not None})

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Olmo2ForCausalLM, Olmo3ForCausalLM
 
-from tests.models.twins import assert_config_round_trip, assert_logits_equal, assert_round_trip, assert_tensors_are
-from tests.support.twins import config_of
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import MODELS
@@ -20,49 +17,13 @@ SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_seq_len=64)
 OLMO3 = Olmo3Args(**SIZES, window=13, max_seq_len=256)
 VARIANTS = {
-    "olmo3": (MODELS["olmo3"], OLMO3),
-    "olmo3 stretched": (MODELS["olmo3"], replace(OLMO3, rope_scaling=YARN, rope_theta=1e4)),
-    "olmo3 multi-head tied": (MODELS["olmo3"], replace(OLMO3, n_kv_heads=None, tied_embeddings=True, window=1)),
-    "olmo3 other pattern": (MODELS["olmo3"], replace(OLMO3, layer_types=["full", "window"])),
-    "olmo2": (MODELS["olmo2"], Olmo2Args(**SIZES, max_seq_len=256)),
-    "olmo2 stretched": (MODELS["olmo2"], Olmo2Args(**SIZES, max_seq_len=256, rope_scaling=YARN)),
+    "olmo3": ("olmo3", OLMO3),
+    "olmo3 stretched": ("olmo3", replace(OLMO3, rope_scaling=YARN, rope_theta=1e4)),
+    "olmo3 multi-head tied": ("olmo3", replace(OLMO3, n_kv_heads=None, tied_embeddings=True, window=1)),
+    "olmo3 other pattern": ("olmo3", replace(OLMO3, layer_types=["full", "window"])),
+    "olmo2": ("olmo2", Olmo2Args(**SIZES, max_seq_len=256)),
+    "olmo2 stretched": ("olmo2", Olmo2Args(**SIZES, max_seq_len=256, rope_scaling=YARN)),
 }
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_transformers(name):
-    spec, args = VARIANTS[name]
-    assert_logits_equal(spec, args)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_weights_of_transformers_return_unchanged(name):
-    assert_round_trip(*VARIANTS[name])
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_tensors_and_configs_are_those_of_transformers(name):
-    spec, args = VARIANTS[name]
-    model = {"olmo2": Olmo2ForCausalLM, "olmo3": Olmo3ForCausalLM}[spec.name]
-    with torch.device("meta"):
-        assert_tensors_are(spec, args, dict(model(config_of(spec, args)).named_parameters()))
-    assert_config_round_trip(spec, args)
-
-
-@pytest.mark.parametrize(
-    ("name", "flavor"), [(name, flavor) for name in ("olmo2", "olmo3") for flavor in MODELS[name].flavors]
-)
-def test_flavors_round_trip_through_configs(name, flavor):
-    args = MODELS[name].flavors[flavor]
-    assert args.violations() == []
-    assert_config_round_trip(MODELS[name], args)
-
-
-def test_published_sizes():
-    sizes = {("olmo2", "7B"): 7_298_617_344, ("olmo2", "13B"): 13_716_198_400, ("olmo3", "7B"): 7_298_011_136}
-    for (name, flavor), size in sizes.items():
-        state = MODELS[name].state_on_meta(MODELS[name].flavors[flavor])
-        assert sum(tensor.numel() for tensor in state.values()) == size, (name, flavor)
 
 
 def test_a_config_of_a_release_is_read():
@@ -93,7 +54,7 @@ def test_tokens_attend_to_as_many_on_average_as_a_mask_has(limit, seq_len):
 
 
 def test_attention_counts_as_flops_up_to_the_window():
-    spec, args = VARIANTS["olmo3"]
+    spec, args = MODELS["olmo3"], OLMO3
     parameters = spec.state_on_meta(args)
     size = sum(p.numel() for p in parameters.values()) - 97 * 64
     for seq_len, attended in ((10, 10 + 3 * 10), (100, 100 + 3 * 13)):
