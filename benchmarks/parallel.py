@@ -11,7 +11,7 @@ latency and bandwidth that are measured first, the best of 20, as if nothing ove
 (comm/collectives.py). Times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds of a rank:
 what the time exceeds it by are ranks that wait for each other. The last table measures
 training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
-CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
+CPU. `benchmarks/peers.py --compile --device cuda` compares one GPU with a plain compiled loop.
 """
 
 import argparse

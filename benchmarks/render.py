@@ -58,21 +58,9 @@ class Pivot:
 
 
 TIME, MEMORY, SPEED = "{time}", "{gib} GiB", "{tokens_per_s} tokens/s"
-PEERS = ("nanoGPT", "litgpt", "torchtitan", "HF Trainer")
+PEERS = ("nanoGPT", "litgpt", "torchtitan", "HF Trainer", "plain loop")
 PLACE = ("processor", "date")
 TABLES: dict[str, Table | Pivot] = {
-    "trainer": Table(
-        question="plain loop",
-        labels=PLACE,
-        columns={
-            "loop, tokens/s": "loop_tokens_per_s",
-            "trainer / loop": "trainer",
-            "`run_train.sh` / loop": "run_train",
-            "steps in turn": "in_turn",
-            "first step after, s: loop, trainer, `run_train.sh`": "first_steps",
-            "GiB: loop, trainer": "gib",
-        },
-    ),
     "peers": Table(
         question="peers",
         labels=(*PLACE, "run", "dtype"),

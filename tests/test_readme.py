@@ -133,8 +133,8 @@ def shortened(command: str) -> str:
         return f"{re.sub('--repo=[^ ]+', '', command)} --only='one rank fp32'"
     if "tests/campaigns/planner.py" in command:
         return f"{command} --rows=6"
-    if "benchmarks/" in command:
-        return f"{command} -- {shlex.join(SMALL[1:])}"
+    if "benchmarks/peers.py" in command:
+        return re.sub("--rounds [0-9]+", "--rounds 2", command).replace("--size host", "--size tiny")
     return command
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks and scripts run from a clone, where the package is not installed: benchmarks/trainer.py and the others."""
+"""Benchmarks and scripts run from a clone, where the package is not installed: benchmarks/golden.py and the others."""
 
 import ast
 from pathlib import Path
