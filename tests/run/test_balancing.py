@@ -239,6 +239,18 @@ def test_a_resume_with_experts_over_other_ranks_continues_balancing(corpus, tmp_
     check(part(1, STEPS), tmp_path / "run", expected, world_size=1)
 
 
+def test_biases_move_when_the_mesh_changes(corpus, tmp_path):
+    """Before step 3 a layer is frozen, and two ranks of a pipeline become ranks of data parallelism."""
+    layer, moved = "step = 3, layers = 1", ", pipeline_parallel_degree = 1, local_batch_size = 2"
+    changes = {**MOE, **SHORT, "model__args__n_layers": 4}
+    one = options(corpus, tmp_path / "one", **changes, training__freeze_schedule=f"[{{{layer}}}]")
+    two = options(corpus, tmp_path / "two", **changes, **PIPELINE, training__freeze_schedule=f"[{{{layer}{moved}}}]")
+    (expected,) = run_ranks(trained_biases, 1, one)
+    for biases in run_ranks(trained_biases, 2, two):
+        assert biases.keys() == expected.keys()
+        assert all(torch.equal(bias_E, expected[name]) for name, bias_E in biases.items())
+
+
 @needs_door("torchft")
 def test_replica_groups_count_the_tokens_of_all_and_of_committed_steps_only(corpus, tmp_path):
     changes = {**MOE, "training__steps": 10, "training__global_batch_size": 12}

@@ -1,11 +1,9 @@
-"""The state of the engine as named tensors: persistent buffers move with the parameters.
-
-Tests of engine.py, and of run_state.py and replicas.py in recovery.
-"""
+"""What a step keeps, compiles and reads: tests of engine.py, and of state.py in recovery."""
 
 import math
 import traceback
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,18 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.harness import run_ranks
 from tests.support.runs import ROOT, losses, options, rows
-from tests.support.trainers import full_copies, open_trainer, train_all
+from tests.support.trainers import open_trainer, train_all
 from torchtitan_clone.config.messages import toml_like
+from torchtitan_clone.models import MODELS
 
 PACKAGE = ROOT / "torchtitan_clone"
-BUFFERED = {
-    "model__name": "buffered",
-    "model__args__n_layers": 4,
-    "checkpoint__interval": 3,
-    "training__steps": 3,
-}
-TENSOR = {"parallelism__tensor_parallel_degree": 2}
-PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
 SHARD = {"parallelism__data_parallel_shard_degree": 2, "training__local_batch_size": 2}
 DIM = 64
 READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__bool__,
@@ -42,121 +33,25 @@ def test_a_cuda_graph_has_no_effect_on_a_cpu(corpus, tmp_path):
     assert found[0] == found[1]
 
 
-def expected_buffers(*, updates):
-    """Returns the buffers of all layers after so many committed steps."""
-    scale_D = torch.ones(DIM)
-    for _ in range(updates):
-        scale_D *= torch.linspace(0.95, 1.0, DIM)
-    names = [f"layers.{layer}.feed_forward" for layer in range(4)]
-    scales = {f"{name}.scale_D": scale_D for name in names}
-    return scales | {f"{name}.updates": torch.tensor(updates) for name in names}
+def calls_after_steps(argv):
+    """Returns how often the hook of a family is called in a run of which the loss of one step is not finite."""
+    calls, forwards = [], []
+    MODELS["hooked"] = replace(MODELS["llama3"], name="hooked", after_step=calls.append)
 
+    def poison(_module, _args, out_BTD):
+        forwards.append(1)
+        return out_BTD * float("nan") if len(forwards) == 2 else out_BTD
 
-def buffers_of_run(argv, trains):
-    """Returns the buffers of this rank before the first step that is trained and, if it trains, after the last."""
     with open_trainer(argv) as trainer:
-        found = [buffers_of(trainer)]
-        if trains:
-            trainer.train()
-            found.append(buffers_of(trainer))
-        return found
-
-
-def buffers_of(trainer):
-    tensors = full_copies(trainer.engine.model_tensors().items())
-    return {name: tensor for name, tensor in tensors.items() if name.endswith(("scale_D", "updates"))}
-
-
-def check_buffers(argv, *, world_size, updates):
-    """Asserts that every rank has the expected bits, and that together they have all buffers.
-
-    `updates` are those before the first step and, in a run that is trained, after the last.
-    """
-    answers = run_ranks(buffers_of_run, world_size, argv, len(updates) > 1)
-    for count, of_ranks in zip(updates, zip(*answers, strict=True), strict=True):
-        expected = expected_buffers(updates=count)
-        for name, buffer in ((name, buffer) for buffers in of_ranks for name, buffer in buffers.items()):
-            assert torch.equal(buffer, expected[name]), name
-            assert buffer.dtype == (torch.int64 if name.endswith("updates") else torch.float32)
-        assert {name for buffers in of_ranks for name in buffers} == set(expected)
-
-
-@pytest.fixture(scope="module")
-def trained(corpus, tmp_path_factory):
-    """Returns the folder of a run of one rank that saved step 3 and exported it."""
-    folder = tmp_path_factory.mktemp("buffered")
-    argv = options(corpus, folder, **BUFFERED, checkpoint__last_save_in_hf=True)
-    check_buffers(argv, world_size=1, updates=[0, 3])
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("world_size", "mesh"),
-    [(1, {}), (2, SHARD), (2, TENSOR), (2, PIPELINE)],
-    ids=["one rank", "shard", "tensor", "pipeline"],
-)
-def test_buffers_resume_on_another_mesh(corpus, trained, world_size, mesh):
-    argv = options(corpus, trained, **{**BUFFERED, **mesh, "training__steps": 5, "checkpoint__load_only": True})
-    check_buffers(argv, world_size=world_size, updates=[3, 5])
-
-
-def test_buffers_move_when_the_mesh_changes(corpus, tmp_path):
-    schedule = "[{step = 3, layers = 1, pipeline_parallel_degree = 1, local_batch_size = 2}]"
-    changes = {**BUFFERED, **PIPELINE, "training__steps": 5, "training__freeze_schedule": schedule}
-    check_buffers(options(corpus, tmp_path, **changes), world_size=2, updates=[0, 5])
-
-
-def test_buffers_are_exported_and_imported(corpus, trained, tmp_path):
-    weights = trained / "run" / "hf" / "step-3"
-    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": weights}
-    check_buffers(options(corpus, tmp_path, **BUFFERED, **changes), world_size=1, updates=[3])
-    check_buffers(options(corpus, tmp_path, **BUFFERED, **TENSOR, **changes), world_size=2, updates=[3])
-
-
-def poisoned_run(argv):
-    """Returns the buffers after a run in which the loss of step 2 is not finite."""
-    with open_trainer(argv) as trainer:
-        forwards = []
-
-        def poison(_module, _args, out_BTD):
-            forwards.append(1)
-            return out_BTD * float("nan") if len(forwards) == 2 else out_BTD
-
         trainer.engine.model_parts[0].norm.register_forward_hook(poison)
         trainer.train()
-        return trainer.engine.model_tensors()
+    return len(calls)
 
 
-def test_a_skipped_step_changes_no_buffer(corpus, tmp_path):
-    argv = options(corpus, tmp_path, **{**BUFFERED, "training__local_batch_size": 8, "training__steps": 4})
-    (found,) = run_ranks(poisoned_run, 1, argv)
+def test_a_family_may_change_its_state_after_each_step_that_counts(corpus, tmp_path):
+    changes = {"model__name": "hooked", "training__local_batch_size": 8, "training__steps": 4}
+    assert run_ranks(calls_after_steps, 1, options(corpus, tmp_path, **changes)) == [3]
     assert [row["skipped_steps"] for row in rows(tmp_path) if "loss" in row] == [0, 1, 1, 1]
-    for name, buffer in expected_buffers(updates=3).items():
-        assert torch.equal(found[name], buffer), name
-
-
-@pytest.fixture(scope="module")
-def penalized(corpus, tmp_path_factory):
-    """Returns the folder of runs with an auxiliary term on one rank and on meshes of two, and of one without it."""
-    folder = tmp_path_factory.mktemp("penalized")
-    changes = {**BUFFERED, "model__args__penalty": 100.0, "checkpoint__enable": False}
-    without = options(corpus, folder / "without", **{**changes, "model__args__penalty": 0.0})
-    run_ranks(train_all, 1, [options(corpus, folder / "one", **changes), without])
-    run_ranks(train_all, 2, [options(corpus, folder / name, **changes, **mesh) for name, mesh in MESHES.items()])
-    return folder
-
-
-MESHES = {"shard": SHARD, "pipeline": PIPELINE, "context": {"parallelism__context_parallel_degree": 2}}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_auxiliary_terms_are_trained_and_logged_on_every_mesh(penalized, mesh):
-    expected, found = ([row for row in rows(penalized / name) if "loss" in row] for name in ("one", mesh))
-    assert len(expected) == 3
-    for key in ("loss", "grad_norm", "auxiliary/output_square"):
-        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-5), key
-    assert expected[0]["auxiliary/output_square"] > 0
-    assert losses(penalized / "without")[3] != losses(penalized / "one")[3]
 
 
 def kept_of_compiled_blocks(argv):

@@ -125,12 +125,9 @@ def _receive(started: StartedRank, *, rank: int) -> object:
 def _rank_main(
     pipe: Connection, env: Mapping[str, str], function: Callable[..., object], args: tuple[object, ...]
 ) -> None:
-    from tests.support import buffered_model
-
     faulthandler.enable(2)  # the descriptor, which redirect_output() changes
     os.environ.update(env)
     torch.set_num_threads(1)
-    buffered_model.register()
     try:
         outcome = (False, function(*args))
     except BaseException:  # noqa: BLE001, the parent shows any error
