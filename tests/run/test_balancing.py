@@ -63,7 +63,14 @@ CASES = {
     "context, recomputed": (2, {SHARD: 1, **CONTEXT, **FULL, **SHORT}),
     "tensor, experts over 2": (2, {SHARD: 1, EXPERT: 2, **TENSOR, **SHORT}),
     "pipeline, zero bubble": (2, {SHARD: 1, **ZERO_BUBBLE, **SHORT}),
-}
+    "pipeline, dual, zero bubble": (
+        2, {SHARD: 1, **ZERO_BUBBLE, **SHORT, "parallelism__pipeline_parallel_schedule": "DualPipeV"},
+    ),
+    "pipeline, interleaved": (
+        2, {SHARD: 1, **PIPELINE, **SHORT, "model__args__n_layers": 4,
+            "parallelism__pipeline_parallel_schedule": "Interleaved1F1B"},
+    ),
+}  # fmt: skip
 
 
 class PlainTraining(PlainLoop):
@@ -239,16 +246,25 @@ def test_a_resume_with_experts_over_other_ranks_continues_balancing(corpus, tmp_
     check(part(1, STEPS), tmp_path / "run", expected, world_size=1)
 
 
-def test_biases_move_when_the_mesh_changes(corpus, tmp_path):
-    """Before step 3 a layer is frozen, and two ranks of a pipeline become ranks of data parallelism."""
-    layer, moved = "step = 3, layers = 1", ", pipeline_parallel_degree = 1, local_batch_size = 2"
-    changes = {**MOE, **SHORT, "model__args__n_layers": 4}
-    one = options(corpus, tmp_path / "one", **changes, training__freeze_schedule=f"[{{{layer}}}]")
-    two = options(corpus, tmp_path / "two", **changes, **PIPELINE, training__freeze_schedule=f"[{{{layer}{moved}}}]")
-    (expected,) = run_ranks(trained_biases, 1, one)
-    for biases in run_ranks(trained_biases, 2, two):
+def test_terms_and_biases_with_a_frozen_stage_and_on_another_mesh(corpus, tmp_path):
+    """From step 2 the first stage is frozen, and from step 4 two ranks of a pipeline are ranks of data parallelism."""
+    frozen, again = "{step = 2, layers = 2}", "step = 4, layers = 3"
+    moved = f"{{{again}, pipeline_parallel_degree = 1, local_batch_size = 2}}"
+    changes = {**MOE, "model__args__n_layers": 4, "training__steps": 6}
+    schedules = {"one": f"[{frozen}, {{{again}}}]", "two": f"[{frozen}, {moved}]"}
+    one, two = (
+        options(corpus, tmp_path / name, **changes, **mesh, training__freeze_schedule=schedules[name])
+        for name, mesh in (("one", {}), ("two", PIPELINE))
+    )
+    (expected,) = run_ranks(trained_biases, 1, one, None)
+    for biases in run_ranks(trained_biases, 2, two, None):
         assert biases.keys() == expected.keys()
         assert all(torch.equal(bias_E, expected[name]) for name, bias_E in biases.items())
+    found, wanted = ([row for row in rows(tmp_path / name) if "loss" in row] for name in ("two", "one"))
+    assert len(found) == 6
+    for row, expected_row in zip(found, wanted, strict=True):
+        for name in ("loss", "grad_norm", *(f"auxiliary/{term}" for term in TERMS)):
+            assert row[name] == pytest.approx(expected_row[name], rel=1e-4), (row["step"], name)
 
 
 @needs_door("torchft")
