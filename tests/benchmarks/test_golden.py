@@ -1,12 +1,11 @@
-"""What benchmarks/golden.py and benchmarks/peers.py start from."""
+"""What benchmarks/golden.py resumes from."""
 
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
-from benchmarks import golden, peers
+from benchmarks import golden
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,14 +28,3 @@ def test_a_run_that_does_not_resume_differs(tmp_path):
     done = subprocess.run([*command, "--only=one rank fp32"], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "one rank fp32: 10 steps, 20 expected" in done.stdout
-
-
-def test_compiled_programs_start_with_caches_of_their_own(tmp_path):
-    options = Namespace(
-        environment=tmp_path, only=["ours", "nanoGPT"], allocator=False, threads=1, device="cpu", compile=True
-    )
-    programs = list(peers._programs(options, {}, folder=tmp_path))
-    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME"):
-        folders = {Path(program.environment[variable]) for program in programs}
-        assert len(folders) == 2
-        assert all(folder.is_relative_to(tmp_path) and not any(folder.iterdir()) for folder in folders)

@@ -91,13 +91,3 @@ def test_peers_compute_the_same_and_are_compared_with_ours(python, tmp_path):
     }
     assert found["flops"] == 6 * 128 * (2 * (4 * 64**2 + 3 * 64 * 192) + 64 * 2048)
     assert found["processor"] in done.stdout
-
-
-def test_first_steps_at_once_are_not_timed(python, tmp_path):
-    result = tmp_path / "result.json"
-    command = [python, "benchmarks/peers.py", "--size=tiny", "--rounds=2", "--threads=1", f"--json={result}"]
-    subprocess.run([*command, "--at-once", "--only", "ours", "nanoGPT"], cwd=ROOT, check=True)
-    assert [(row["name"], row["first"]) for row in json.loads(result.read_text())["rows"]] == [
-        ("ours", None),
-        ("nanoGPT", None),
-    ]

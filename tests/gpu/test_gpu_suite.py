@@ -3,12 +3,9 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 
@@ -63,46 +60,6 @@ def test_failed_sections_are_repeated_and_others_are_not(suite, tmp_path):
     assert (tmp_path / "results" / "summary.txt").read_text() == done.stdout
 
 
-def test_figures_of_a_repeated_section_are_its_own(suite, tmp_path):
-    results = tmp_path / "results"
-    results.mkdir()
-    for name in ("peers", "peers_compiled", "long"):
-        (results / f"{name}.json").write_text("{}")
-    suite("peers", broken="peers")
-    figures = json.loads((results / "results.json").read_text())["figures"]
-    assert list(figures) == ["long"]
-
-
-def test_an_interrupt_ends_the_suite_and_its_program(tmp_path):
-    python, started = tmp_path / "python", tmp_path / "started"
-    python.write_text(f"#!/bin/sh\necho $$ >>{started}\nexec sleep 60\n")
-    python.chmod(0o755)
-    started.touch()
-    script = REPO / "scripts" / "gpu_suite.sh"
-    # Whoever runs the tests may ignore SIGINT, as a shell's command with & does.
-    command = ["env", "--default-signal=INT", script, tmp_path / "results", "memory", "experts"]
-    environment = os.environ | {"WHEELS": "", "PYTHON": str(python)}
-    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
-        deadline = time.monotonic() + 30
-        while not started.read_text() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(50) == 130
-    (pid,) = started.read_text().split()
-    assert not Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.parametrize(("folder", "wheels"), [("file/results", ""), ("results", "nowhere/wheels")])
-def test_folders_that_cannot_be_used_end_the_suite(tmp_path, folder, wheels):
-    """It would write to the root folder, or run without the packages."""
-    (tmp_path / "file").touch()
-    command = [REPO / "scripts" / "gpu_suite.sh", tmp_path / folder, "experts"]
-    environment = os.environ | {"WHEELS": wheels, "PYTHON": "/bin/true"}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert ("WHEELS = nowhere/wheels: no such folder" if wheels else "mkdir: cannot create") in done.stderr
-
-
 def test_sections_can_be_chosen(suite):
     done, calls = suite("experts", "tests", broken="pytest")
     assert [call[0] for call in calls] == ["benchmarks/experts.py", "-m"]
@@ -123,27 +80,6 @@ def test_limits_are_those_of_three_calls_of_ten_minutes():
     seconds.pop("parallel")  # which one GPU does not run
     assert max(sum(seconds.get(name, 0) for name in group) for group in groups) <= 600
     assert sum(seconds.values()) < 25 * 60
-
-
-def test_packages_of_a_folder_are_installed_without_a_network(tmp_path, python):
-    wheel = tmp_path / "carried-1.0-py3-none-any.whl"
-    files = {
-        "carried.py": "",
-        "carried-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n",
-        "carried-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "carried-1.0.dist-info/RECORD": "",
-    }
-    with ZipFile(wheel, "w") as archive:
-        for name, text in files.items():
-            archive.writestr(name, text)
-    (tmp_path / "python").symlink_to(python)
-    environment = os.environ | {"WHEELS": ".", "PYTHON": "./python", "CUDA_VISIBLE_DEVICES": ""}
-    command = [REPO / "scripts" / "gpu_suite.sh", "results", "parallel"]
-    for _ in range(2):  # a section that was not run is tried again
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-        assert (tmp_path / "results" / "site-packages" / "carried.py").exists()
-        assert re.search("^parallel +not run  it needs two GPUs$", done.stdout, re.MULTILINE)
-        assert not (tmp_path / "results" / "parallel.done").exists()
 
 
 def test_commands_of_the_suite_have_options_that_exist(suite, python):
