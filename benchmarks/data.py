@@ -2,11 +2,14 @@
 
     python benchmarks/data.py
     python benchmarks/data.py prepare --mb=500
+    python benchmarks/data.py store --rounds=7
 
 `loader` reads batches of one and of five sources with masks of documents. `start` reads from a store of 10 billion
 tokens, a sparse file, and from a small one. `prepare` tokenizes text of this machine, as does `tokenizers` alone;
-`sources` prepares 60 KB each of 34 sources, and one source of the same size.
-What is compared takes turns; rates are by processor time.
+`sources` prepares 60 KB each of 34 sources, and one source of the same size. `store` reads an epoch of a token store on
+the disk, and of the same one in an object store, with all blocks in the cache and with none; a server and a proxy that
+forwards --proxy-mb a second run on this machine.
+What is compared takes turns; rates are by processor time, those of `store` by wall time.
 """
 
 import argparse
@@ -15,16 +18,18 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice, product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
@@ -42,7 +47,15 @@ from torchtitan_clone.data.dataset import TokenDataset
 from torchtitan_clone.data.mixture import Mixture
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
 from torchtitan_clone.data.opening import prepare_sources
-from torchtitan_clone.data.token_store import SplitWriter, StoreKey, StoreMeta, open_store, write_meta
+from torchtitan_clone.data.token_store import (
+    SplitWriter,
+    StoreKey,
+    StoreMeta,
+    TokenStore,
+    key_of,
+    open_store,
+    write_meta,
+)
 
 PROCESSES = multiprocessing.get_context("forkserver")
 NAMES = {"source_fingerprint": "", "tokenizer_fingerprint": ""}
@@ -56,16 +69,16 @@ def processor_seconds(step: Callable[[], int]) -> tuple[int, float]:
     return step(), sum(os.times()[:4]) - before
 
 
-def write_store(folder: Path, *, tokens: int, is_sparse: bool = False) -> None:
+def write_store(folder: Path, *, tokens: int, is_sparse: bool = False, key: StoreKey = KEY) -> None:
     """Writes a store of random documents, or one that takes no room on the disk: all tokens end a text."""
     folder.mkdir(parents=True)
     with closing(SplitWriter(folder, "train")) as train, closing(SplitWriter(folder, "validation")):
-        ids = np.random.default_rng(0).integers(1, KEY.vocab_size, 0 if is_sparse else tokens).astype(np.uint16)
-        ids[999::1000] = KEY.eos_id
+        ids = np.random.default_rng(0).integers(1, key.vocab_size, 0 if is_sparse else tokens).astype(np.uint16)
+        ids[999::1000] = key.eos_id
         train.append(ids, np.full(tokens // 1000, 1000))
     os.truncate(folder / "train.tokens", 2 * tokens)
     counts = {"tokens": {"train": tokens, "validation": 0}, "documents": {"train": tokens // 1000, "validation": 0}}
-    write_meta(StoreMeta(**asdict(KEY), source=folder.name, **counts, bad_rows=0, first_bad_rows=[]), folder=folder)
+    write_meta(StoreMeta(**asdict(key), source=folder.name, **counts, bad_rows=0, first_bad_rows=[]), folder=folder)
 
 
 def open_loader(folders: list[Path]) -> Loader:
@@ -110,6 +123,64 @@ def measure_start(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
     for tokens, results in found.items():
         seconds, mib = map(statistics.median, zip(*results, strict=True))
         yield f"{tokens:>14,} tokens: tenth batch after {seconds:.3f} s, peak memory {mib:,.0f} MiB"
+
+
+def serve_objects(pipe: Connection, megabytes: float) -> None:
+    """Serves an object store until the other end of the pipe is closed; sends the environment of users, and a URL."""
+    from tests.support.object_server import ObjectServer
+    from torchtitan_clone.checkpoint.remote import Pace
+
+    with ObjectServer() as server:
+        server.proxy.pace = Pace(megabytes * 1e6 / 2**20)
+        pipe.send((server.env, server.make_bucket()))
+        with suppress(EOFError):
+            pipe.recv()
+
+
+def seconds_of_epoch(store: TokenStore) -> float:
+    """Returns the seconds from opening a loader of a store until all rows were read once."""
+    start = time.perf_counter()
+    options, dataset = LoaderOptions(seq_len=2048, document_masking=True), TokenDataset(store=store)
+    loader = Loader(dataset, options=options, seed=0, global_batch_size=32)
+    for _ in islice(loader, dataset.num_rows("train", seq_len=2048) // 32):
+        pass
+    return time.perf_counter() - start
+
+
+def measure_store(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
+    """Yields the rates of a local store and of one in an object store, warm and cold, which are read in turn."""
+    from torchtitan_clone.data.remote import open_remote_store, put_token_store
+
+    tokenizer, data = build_tokenizer(None), partial(Data, held_out_fraction=0.0)
+    key = key_of("random ids", tokenizer=tokenizer, held_out_fraction=0.0)
+    write_store(folder / f"{0:016}", tokens=choices.tokens, key=key)
+    local = open_store(folder / f"{0:016}", key=key)
+    here, there = PROCESSES.Pipe()
+    server = PROCESSES.Process(target=serve_objects, args=(there, choices.proxy_mb))
+    server.start()
+    there.close()
+    environment, url = here.recv()
+    os.environ.update(environment)
+    put_token_store(local, url)
+
+    def open_through(cache: Path) -> TokenStore:
+        options = {"training": Training(), "data": data(cache_folder=str(cache)), "tokenizer": tokenizer}
+        return cast("TokenStore", open_remote_store(url, **options))
+
+    seconds_of_epoch(open_through(folder / "warm"))
+    seconds: dict[str, list[float]] = {"local": [], "warm": [], "cold": []}
+    for number in range(choices.rounds):
+        stores = {"local": local, "warm": open_through(folder / "warm"), "cold": open_through(folder / f"{number}")}
+        for name in sorted(stores, reverse=number % 2 == 1):
+            seconds[name].append(seconds_of_epoch(stores[name]))
+        shutil.rmtree(folder / f"{number}")
+    here.close()
+    server.join()
+    yield f"local: {choices.tokens / statistics.median(seconds['local']) / 1e6:.1f} M tokens/s"
+    for name in ("warm", "cold"):
+        ratios = [one / other for one, other in zip(seconds["local"], seconds[name], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        yield f"{name}: {middle:.3f} ({low:.3f} to {high:.3f}) of the local rate"
 
 
 def write_text(folder: Path, choices: argparse.Namespace, *, folders: int) -> list[Path]:
@@ -168,11 +239,13 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     by_name = {
         "loader": measure_loader, "start": measure_start, "prepare": measure_prepare, "sources": measure_sources,
+        "store": measure_store,
     }  # fmt: skip
     parser.add_argument("what", nargs="*", choices=[*by_name, []], default=[])
     for name, default in {"tokens": 50_000_000, "large-tokens": 10_000_000_000, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--text", nargs="+", default=[sys.prefix, "/usr"], help="folders with text")
+    parser.add_argument("--proxy-mb", type=float, default=200, help="MB/s of the object store")
     parser.add_argument("--mb", type=float, default=20, help="size of the text")
     choices = parser.parse_args(argv)
     print(processor_name())

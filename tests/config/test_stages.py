@@ -27,7 +27,7 @@ BROKEN = [
     ),
     ({"sources": f"[{CODE}, {CODE}]"}, 'name "code": an earlier source has this name; choose another'),
     ({"sources": '[{name = "a/b", path = "a"}]'}, 'name "a/b": names a column of the metrics: printable characters'),
-    ({"sources": '[{name = "web"}]'}, 'name "web": set either path, to local files, or dataset'),
+    ({"sources": '[{name = "web"}]'}, 'name "web": set either path, to files, or dataset'),
     ({"training__dataset_path": "x"}, "training.dataset_path: data.sources names the data; remove one of the two"),
     ({"stages": "[{first_step = 5, weights = {wob = 1.0}}]"}, 'weights: "wob" is no source; did you mean web?'),
     ({"stages": "[{first_step = 5, weights = {web = -1.0}}]"}, 'weights: "web" = -1.0: must be from 0 to 1e+12'),

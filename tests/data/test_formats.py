@@ -23,8 +23,8 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema_training import Data, Training
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.formats import TokenFiles, has_token_rows, select_token_files
+from torchtitan_clone.data.slices import TokenArray
 from torchtitan_clone.data.sources import find_source, source_fingerprint
-from torchtitan_clone.data.token_store import TokenArray
 from torchtitan_clone.ops import IGNORE_INDEX
 
 EOS = TOKENIZER.eos_id

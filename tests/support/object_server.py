@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from types import TracebackType
 
+from torchtitan_clone.checkpoint.remote import Pace
 from torchtitan_clone.network import LOOPBACK
 
 SECRET = "a-secret-that-no-message-holds"
@@ -39,6 +40,9 @@ class Proxy:
         self.mode = "pass"
         self.received = 0
         """Bytes from the server that were forwarded."""
+        self.pace = Pace(None)
+        """Limits how fast these are forwarded, over all connections."""
+        self._pacing = threading.Lock()
         self._target = port
         self._listener = socket.create_server((LOOPBACK, 0))
         self.port: int = self._listener.getsockname()[1]
@@ -76,6 +80,9 @@ class Proxy:
             if source is client and self.mode in ANSWERS:
                 client.sendall(ANSWERS[self.mode])
                 return False
+            if source is server:
+                with self._pacing:
+                    self.pace.wait(len(chunk))
             (server if source is client else client).sendall(chunk)
             self.received += len(chunk) if source is server else 0
         return True

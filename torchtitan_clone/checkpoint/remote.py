@@ -43,7 +43,14 @@ from torchtitan_clone.config.messages import ConfigError, shown
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import MAX_BYTES, DocumentError
 from torchtitan_clone.files import write_atomically
-from torchtitan_clone.storage.objects import CONCURRENCY, REQUEST_BYTES, ObjectStore, StoredObject, open_store
+from torchtitan_clone.storage.objects import (
+    CHECK_SECONDS,
+    CONCURRENCY,
+    REQUEST_BYTES,
+    ObjectStore,
+    StoredObject,
+    open_store,
+)
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -53,8 +60,6 @@ BLOCKS = ".blocks"
 TENSOR_FILES = ".safetensors"
 GARBAGE_SECONDS = 24 * 3600.0
 """Age of files without a manifest after which they are deleted; no upload takes as long."""
-CHECK_SECONDS = 8.0
-"""Time after which a store that does not answer is an error of the configuration."""
 MAX_BLOCKS_BYTES = 1 << 26
 _BLOCKS_PER_FILE = 1 << 15
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 1 << 16, REQUEST_BYTES

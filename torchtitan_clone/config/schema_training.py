@@ -103,7 +103,8 @@ class Training:
     """Key of data.DATASETS, or a Hugging Face dataset to stream: "org/name", or with a commit and a subset
     "org/name@commit:subset" (extra "data")."""
     dataset_path: str | None = None
-    """Local text, .jsonl or .parquet file, also compressed, or a folder of them; takes precedence over dataset."""
+    """Text, .jsonl or .parquet file, also compressed, or a folder of them; takes precedence over dataset. Local, or the
+    URL of an object store, s3://BUCKET/PREFIX (extra "cloud"), which may also be a token store."""
     text_key: str = "text"
     """Field of a .jsonl record, or column of a .parquet file or Hugging Face dataset, that holds the text."""
     parse_special_tokens: bool = False
@@ -179,7 +180,7 @@ class DataSource:
     name: str
     """Name of the source in data.stages, messages and metrics."""
     path: str | None = None
-    """Local file or folder, as training.dataset_path; set this or dataset."""
+    """File or folder, as training.dataset_path; set this or dataset."""
     dataset: str | None = None
     """Name of a dataset, as training.dataset."""
     text_key: str = "text"
@@ -240,6 +241,9 @@ class Data:
     """Data loading processes per rank, which need a writable /dev/shm; 0, enough for local tokens, has none."""
     cache_folder: str | None = None
     """Cache folder of tokenized datasets; unset: torchtitan_clone in $XDG_CACHE_HOME or ~/.cache."""
+    cache_gib: Annotated[float, Range(0.25, 1e6)] = 50.0
+    """Maximum size in cache_folder of what is read from object stores, in GiB: of blocks of token stores, and of files
+    that are tokenized, each. What was used least recently is removed."""
     add_bos: bool | None = None
     """Put the beginning-of-text token of the tokenizer before each text; unset: as the files of the tokenizer say."""
     prepare_processes: Annotated[int, Range(1, 1024, or_auto=True)] = -1

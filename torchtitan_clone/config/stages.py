@@ -178,7 +178,7 @@ def _find_source_errors(source: DataSource, *, is_repeated: bool) -> Iterator[st
     if is_repeated:
         yield f"{point}: an earlier source has this name; choose another."
     if (source.path is None) == (source.dataset is None):
-        yield f"{point}: set either path, to local files, or dataset, to the name of a dataset."
+        yield f"{point}: set either path, to files, or dataset, to the name of a dataset."
 
 
 def _find_chat_errors(options: Training | DataSource, *, at: str, data: Data) -> Iterator[str]:

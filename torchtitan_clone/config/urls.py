@@ -30,6 +30,11 @@ def store_url(checkpoint: Checkpoint) -> str | None:
     return checkpoint.folder if local_path(checkpoint.folder) is None else None
 
 
+def data_url(path: str | None) -> str | None:
+    """Returns the URL of an object store that names data; None for a local path, or none."""
+    return path if path is not None and local_path(path) is None else None
+
+
 def split_url(url: str) -> tuple[str, str, str]:
     """Returns scheme, bucket and prefix of a URL without errors; the prefix has no slash at its ends."""
     match = _URL.fullmatch(url)

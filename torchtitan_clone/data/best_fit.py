@@ -24,7 +24,8 @@ import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data.marks import END, ID_BITS, TARGET
-from torchtitan_clone.data.token_store import Split, Tokens, TokenStore, build_once, corrupt_store_error, map_numbers
+from torchtitan_clone.data.slices import Tokens, load_slices, map_numbers
+from torchtitan_clone.data.token_store import Split, TokenStore, build_once, corrupt_store_error
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.files import write_atomically
 
@@ -52,8 +53,10 @@ class PackedRows:
 
     def read(self, indices: np.ndarray) -> np.ndarray:
         out = np.full((len(indices), self.seq_len + 1), self.eos_id, dtype=self.tokens.dtype)
-        for row, index in zip(out, indices.tolist(), strict=True):
-            for place, start, length in self._chunks(index):
+        chunks = [list(self._chunks(index)) for index in indices.tolist()]
+        load_slices(self.tokens, [(start, start + length) for of_row in chunks for _, start, length in of_row])
+        for row, of_row in zip(out, chunks, strict=True):
+            for place, start, length in of_row:
                 row[place : place + length] = self.tokens[start : start + length]
                 if row[place + length - 1] >> ID_BITS:
                     row[place + length - 1] |= END << ID_BITS  # that of a chat which is cut
@@ -72,6 +75,11 @@ class PackedRows:
         for start, length in zip(self.starts[chunks].tolist(), self.lengths[chunks].tolist(), strict=True):
             yield place, start, length
             place += length
+
+
+def packing_name(packing: str, *, long_chats: str | None) -> str:
+    """Returns the packing of a store under data.packing; `long_chats` is the option of a source of chats."""
+    return CUT_PACKING if packing == "best_fit" and long_chats == "cut" else packing
 
 
 def open_packed(store: TokenStore, split: Split, *, seq_len: int) -> PackedRows:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
+from threading import Event, Semaphore, Thread
 from typing import ClassVar, Protocol, cast
 
 import numpy as np
@@ -22,7 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data.marks import ids_of
-from torchtitan_clone.data.token_store import Split, Tokens, TokenStore, corrupt_store_error
+from torchtitan_clone.data.slices import Tokens, load_slices
+from torchtitan_clone.data.token_store import Split, TokenStore, corrupt_store_error
 
 PERMUTATION_ROUNDS = 8
 Cursor = tuple[int, int, int]
@@ -40,6 +43,10 @@ Stream r of the j-th hub dataset of a mixture has the index j * G + r, for G row
 HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int, int]]]
 """Yields held-out rows [B, T + 1] of each global batch once, how many of them, at the end, are padding, and the
 index of their source."""
+ReadRows = Callable[[range], Iterator[RowChunk]]
+"""Yields the given rows of one global batch after another."""
+BATCHES_AHEAD = 16
+"""Batches that are read before they are needed where rows come from an object store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +119,7 @@ class RowReader(IterableDataset[RowChunk]):
     A worker process yields its own rows of the slice. `read` yields the given rows of each global batch; it is pickled.
     """
 
-    def __init__(self, batch_slice: BatchSlice, *, read: Callable[[range], Iterator[RowChunk]]) -> None:
+    def __init__(self, batch_slice: BatchSlice, *, read: ReadRows) -> None:
         self.batch_slice = batch_slice
         self._read = read
 
@@ -129,6 +136,38 @@ class RowReader(IterableDataset[RowChunk]):
             yield from self._read(rows)
         except ConfigError as error:  # torch would raise another, whose message is a traceback
             yield cast("RowChunk", error)
+
+
+def read_in_thread(read: ReadRows, rows: range) -> Iterator[RowChunk]:
+    """Yields what `read` yields, which a thread reads up to BATCHES_AHEAD batches before; raises its errors in turn.
+
+    The thread fetches blocks of an object store; neither the end of the iterator nor of the process waits for it.
+    """
+    found: SimpleQueue[RowChunk | Exception | None] = SimpleQueue()
+    room = Semaphore(BATCHES_AHEAD)
+    is_closed = Event()
+
+    def fill() -> None:
+        try:
+            for chunk in read(rows):
+                found.put(chunk)
+                room.acquire()
+                if is_closed.is_set():
+                    return
+            found.put(None)
+        except Exception as error:  # noqa: BLE001, raised where the batch would be
+            found.put(error)
+
+    Thread(target=fill, daemon=True, name="reads ahead").start()
+    try:
+        while (chunk := found.get()) is not None:
+            if isinstance(chunk, Exception):
+                raise chunk
+            room.release()
+            yield chunk
+    finally:
+        is_closed.set()
+        room.release()
 
 
 class Dataset(Protocol):
@@ -178,8 +217,9 @@ class Windows:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        starts = (indices * self.seq_len).tolist()
-        return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts])
+        bounds = [(start, start + self.seq_len + 1) for start in (indices * self.seq_len).tolist()]
+        load_slices(self.tokens, bounds)
+        return np.stack([self.tokens[start:stop] for start, stop in bounds])
 
     def positions(self, indices: np.ndarray) -> np.ndarray:
         return indices[:, None] * self.seq_len + np.arange(self.seq_len)
@@ -222,7 +262,7 @@ class TokenDataset:
     ) -> RowReader:
         self.num_rows("train", seq_len=batch_slice.seq_len)
         read = partial(self._read_train, batch_slice=batch_slice, seed=seed, samples=samples)
-        return RowReader(batch_slice, read=read)
+        return RowReader(batch_slice, read=read if self.store.remote is None else partial(read_in_thread, read))
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         num_rows = self.num_rows("validation", seq_len=batch_slice.seq_len)

@@ -23,7 +23,7 @@ import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import toml_like
-from torchtitan_clone.data.token_store import Segment, TokenArray, map_bytes
+from torchtitan_clone.data.slices import Segment, TokenArray, map_bytes
 from torchtitan_clone.documents import DocumentError, shorten
 
 if TYPE_CHECKING:

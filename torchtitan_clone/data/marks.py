@@ -6,12 +6,14 @@ may end, a mark does.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from torchtitan_clone.config.schema_training import Training
+from torchtitan_clone.data.slices import Tokens, load_slices
 
 ID_BITS = 24
 """Of an id; those of tokenizers are below 2**24."""
@@ -60,7 +62,7 @@ class MarkedTokens:
 
     dtype = np.dtype(np.uint32)
 
-    def __init__(self, ids: np.ndarray, *, marks: np.ndarray) -> None:
+    def __init__(self, ids: Tokens, *, marks: Tokens) -> None:
         self._ids = ids
         self._marks = marks
 
@@ -69,6 +71,11 @@ class MarkedTokens:
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         return with_marks(self._ids[positions], marks=self._marks[positions])
+
+    def load(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Fetches slices at once, see load_slices()."""
+        for numbers in (self._ids, self._marks):
+            load_slices(numbers, bounds)
 
 
 @dataclass(frozen=True, kw_only=True)

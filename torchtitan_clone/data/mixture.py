@@ -107,7 +107,8 @@ class Mixture:
 
     def _read_block(self, index: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source and use of each sample of a block; keeps the last, which consecutive batches share."""
-        if self._block is None or self._block[0] != (index, block):
+        kept = self._block  # threads may replace it
+        if kept is None or kept[0] != (index, block):
             shares = self._shares[index]
             size = shares.block_size
             low = np.array(shares.uses(block * size))
@@ -118,5 +119,5 @@ class Mixture:
             uses[np.argsort(sources, kind="stable")] = np.arange(size) + np.repeat(
                 self._starts[index] + low - (np.cumsum(counts) - counts), counts
             )
-            self._block = (index, block), sources, uses
-        return self._block[1:]
+            self._block = kept = (index, block), sources, uses
+        return kept[1:]

@@ -30,6 +30,7 @@ from torchtitan_clone.data.dataset import (
     StreamPosition,
     StreamState,
     TokenDataset,
+    read_in_thread,
     slice_of_rank,
 )
 from torchtitan_clone.data.mixture import Mixture
@@ -63,7 +64,9 @@ class MixtureDataset:
         self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: list[StreamState]
     ) -> RowReader:
         read = partial(self._read_train, batch_slice=batch_slice, seed=seed, samples=samples, streams=streams)
-        return RowReader(batch_slice, read=read)
+        stores = [source.store for source in self.sources.values() if isinstance(source, TokenDataset)]
+        is_local = all(store.remote is None for store in stores)
+        return RowReader(batch_slice, read=read if is_local else partial(read_in_thread, read))
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         """Returns a reader of global batches of one source each, which the sources take in turn.

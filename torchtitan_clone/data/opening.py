@@ -18,6 +18,7 @@ from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.resolved import hub_id
 from torchtitan_clone.config.schema_training import Data, DataSource, Training
 from torchtitan_clone.config.stages import SOURCE_OPTIONS, WHOLE_RUN, reads_chats
+from torchtitan_clone.config.urls import data_url, find_url_errors
 from torchtitan_clone.data.dataset import Dataset, TokenDataset
 from torchtitan_clone.data.token_store import PART_BYTES, TokenStore
 from torchtitan_clone.data.tokenizer import Tokenizer
@@ -82,6 +83,10 @@ def describe_source(training: Training) -> str:
     from torchtitan_clone.data.marks import ChatOptions
     from torchtitan_clone.data.sources import find_source
 
+    if url := _url_of(training):
+        from torchtitan_clone.data.remote import describe_remote
+
+        return describe_remote(url)
     is_chat = training.format == "chat"
     chats = f"chats, of which {ChatOptions.of(training).describe()} are targets" if is_chat else ""
     if name := hub_id(training):
@@ -98,26 +103,55 @@ def describe_data(*, training: Training, data: Data) -> str:
 
 
 def find_sources(*, training: Training, data: Data) -> "dict[str, Source]":
-    """Returns the files of each local source by its name; ConfigError if some are missing."""
+    """Returns the files of each source that is prepared here, by its name; ConfigError if some are missing.
+
+    Files in an object store are fetched first.
+    """
+    sources = _of_each_source(partial(_find_source, data=data), training=training, data=data)
+    return {name: source for name, source in sources.items() if source is not None}
+
+
+def _url_of(training: Training) -> str | None:
+    """Returns the URL of an object store that holds the data; None if none does. ConfigError if it cannot be one."""
+    if errors := list(find_url_errors("training.dataset_path", training.dataset_path or "")):
+        raise ConfigError(errors)
+    return data_url(training.dataset_path)
+
+
+def _find_source(options: Training, *, data: Data) -> "Source | None":
     from torchtitan_clone.data.sources import find_source
 
-    sources = _of_each_source(
-        lambda options: None if hub_id(options) else find_source(options), training=training, data=data
-    )
-    return {name: source for name, source in sources.items() if source is not None}
+    if hub_id(options):
+        return None
+    if not (url := _url_of(options)):
+        return find_source(options)
+    from torchtitan_clone.data.remote import fetch_files
+
+    path = fetch_files(url, data=data)
+    return path and replace(find_source(replace(options, dataset_path=str(path))), name=url)
+
+
+def _open_remote(options: Training, *, data: Data, tokenizer: Tokenizer) -> TokenStore | None:
+    if not (url := _url_of(options)):
+        return None
+    from torchtitan_clone.data.remote import open_remote_store
+
+    return open_remote_store(url, training=options, data=data, tokenizer=tokenizer)
 
 
 def prepare_sources(
     *, training: Training, data: Data, tokenizer: Tokenizer, part_bytes: int = PART_BYTES
 ) -> dict[str, TokenStore]:
-    """Returns the store of each local source by its name, and makes those that do not exist; ConfigError as there."""
+    """Returns the store of each source that is not streamed, and makes those that are missing; ConfigError as there."""
     from torchtitan_clone.data.preparation import prepare_store
 
     tools = cast("DocumentTools | None", doors.find("tools") if data.drop_duplicates else None)
     if data.drop_duplicates and tools is None:  # before text is tokenized
         raise ConfigError(f"data.drop_duplicates = true: {doors.why_closed('tools')}, or set the option to false.")
     prepare = partial(prepare_store, tokenizer=tokenizer, data=data, part_bytes=part_bytes)
-    stores = _prepare_each(prepare, training=training, data=data)
+    remote = _of_each_source(partial(_open_remote, data=data, tokenizer=tokenizer), training=training, data=data)
+    prepared = _prepare_each(prepare, training=training, data=data)
+    stores = {name: store for name in remote if (store := remote[name] or prepared.get(name))}
     return stores if tools is None else tools.drop_duplicates(stores)
 
 

@@ -25,7 +25,8 @@ from torchtitan_clone.config.messages import shown
 from torchtitan_clone.config.started import as_started
 from torchtitan_clone.data.dataset import Dataset, TokenDataset
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
-from torchtitan_clone.data.token_store import META_FILE, TokenStore, commit, digest_of, dtype_of_ids, map_numbers
+from torchtitan_clone.data.slices import map_numbers
+from torchtitan_clone.data.token_store import META_FILE, TokenStore, commit, digest_of, dtype_of_ids
 from torchtitan_clone.documents import DocumentError, read_json
 from torchtitan_clone.files import write_atomically
 

@@ -21,11 +21,10 @@ from typing import Any, get_args
 
 import numpy as np
 
-from torchtitan_clone.cache_folders import user_cache_folder
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.schema_training import Data
-from torchtitan_clone.data.best_fit import CUT_PACKING
+from torchtitan_clone.data.best_fit import packing_name
 from torchtitan_clone.data.encoder import TokenizerProcessError, TokenizerProcesses, encode_batches
 from torchtitan_clone.data.formats import (
     TokenFiles,
@@ -49,7 +48,6 @@ from torchtitan_clone.data.sources import (
 from torchtitan_clone.data.splits import Label, Part, documents_of, read_batches
 from torchtitan_clone.data.token_store import (
     COUNTS,
-    FORMAT,
     PART_BYTES,
     SEGMENTS_FILE,
     Split,
@@ -57,11 +55,13 @@ from torchtitan_clone.data.token_store import (
     StoreKey,
     StoreMeta,
     TokenStore,
+    cache_folder,
     commit,
     content_of,
     digest_of,
     dtype_of_ids,
     has_one_document,
+    key_of,
     locked,
     open_store,
     total,
@@ -149,13 +149,9 @@ def _explained_errors(preparation: "_Preparation") -> Iterator[None]:
         remedy = "correct the tokenizer (model.hf_assets_path), or lower data.prepare_processes if memory is short"
         raise ConfigError(f"{name} cannot be tokenized: {shorten(str(error))}; {remedy}.") from error
     except OSError as error:
-        option = f"data.cache_folder = {toml_like(str(_cache_folder(preparation.data)))}"
+        option = f"data.cache_folder = {toml_like(str(cache_folder(preparation.data)))}"
         remedy = "set it to a folder that can be written, with enough space"
         raise ConfigError(f"{option}: preparing {name} there failed: {error}; {remedy}.") from error
-
-
-def _cache_folder(data: Data) -> Path:
-    return user_cache_folder() if data.cache_folder is None else Path(data.cache_folder)
 
 
 _Encoded = tuple[Label, np.ndarray, np.ndarray, np.ndarray]
@@ -180,7 +176,7 @@ class _Preparation:
     @property
     def _work_dir(self) -> Path:
         identity = digest_of([self.source.name, str(self.source.root.resolve())])[:16]
-        return _cache_folder(self.data) / "sources" / identity
+        return cache_folder(self.data) / "sources" / identity
 
     def _find_store(self) -> tuple[StoreKey, Path]:
         """Returns key and folder of the store, after reading the files that have changed."""
@@ -199,7 +195,7 @@ class _Preparation:
         return key, self._store_folder(key)
 
     def _store_folder(self, key: StoreKey) -> Path:
-        return _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
+        return cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
 
     @property
     def _cuts_end(self) -> bool:
@@ -234,7 +230,9 @@ class _Preparation:
                 commit(self._partial, folder)
                 for part in self._used_parts:  # not those of another preparation
                     shutil.rmtree(part.folder, ignore_errors=True)
-            store = open_store(folder, key=key, files=self.source.files, packing=self._packing)
+            chat = self.source.chat
+            packing = packing_name(self.data.packing, long_chats=None if chat is None else chat.long_chats)
+            store = open_store(folder, key=key, files=self.source.files, packing=packing)
             if is_new:
                 seconds = time.perf_counter() - start
                 report_prepared(self.source, store=store, seconds=seconds, limit=self.data.max_bad_rows)
@@ -255,20 +253,8 @@ class _Preparation:
             self._make_parts(parts[chosen])
         return all(part.folder.exists() for part in parts)
 
-    @property
-    def _packing(self) -> str:
-        cuts = self.data.packing == "best_fit" and self.source.chat is not None and self.source.chat.long_chats == "cut"
-        return CUT_PACKING if cuts else self.data.packing
-
     def _key(self, fingerprint: str) -> StoreKey:
-        return StoreKey(
-            format=FORMAT,
-            source_fingerprint=fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.tokenizer.vocab_size,
-            eos_id=self.tokenizer.eos_id,
-            held_out_fraction=self.data.held_out_fraction,
-        )
+        return key_of(fingerprint, tokenizer=self.tokenizer, held_out_fraction=self.data.held_out_fraction)
 
     def _index(self, key: StoreKey) -> None:
         """Writes where the tokens of files are that are read in place."""

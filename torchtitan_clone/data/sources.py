@@ -29,6 +29,7 @@ from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.messages import toml_like
 from torchtitan_clone.config.resolved import HUB_DATASETS
 from torchtitan_clone.config.schema_training import Training
+from torchtitan_clone.config.urls import local_path
 from torchtitan_clone.data.formats import has_token_rows, holds_tokens, select_token_files, with_companions
 from torchtitan_clone.data.kinds import (
     ERRORS,
@@ -146,7 +147,11 @@ def find_source(training: Training) -> Source:
         option = f"training.dataset_path = {toml_like(training.dataset_path)}"
         if not training.dataset_path:
             raise ConfigError(describe_empty_path("training.dataset_path"))
-        source = _path_source(Path(training.dataset_path), option=option, text_key=training.text_key)
+        path = local_path(training.dataset_path)
+        if path is None:
+            rule = "is read from an object store by runs and prepare_data only"
+            raise ConfigError(f"{option}: {rule}; copy the files, and set a local path.")
+        source = _path_source(Path(path), option=option, text_key=training.text_key)
     else:
         option = f"training.dataset = {toml_like(training.dataset)}"
         name = _without_stand_in(training.dataset)

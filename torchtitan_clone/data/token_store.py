@@ -18,16 +18,23 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from torchtitan_clone.cache_folders import user_cache_folder
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema_training import Data
 from torchtitan_clone.data.marks import END, ID_BITS, TARGET, MarkedTokens, Rendered, ids_of, marks_of
+from torchtitan_clone.data.slices import Segment, TokenArray, Tokens, map_numbers
 from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json
 from torchtitan_clone.files import sync_folder, write_atomically
+
+if TYPE_CHECKING:
+    from torchtitan_clone.data.tokenizer import Tokenizer
+    from torchtitan_clone.storage.blocks import BlockFiles
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -45,92 +52,6 @@ CHECKED_DOCUMENTS = 64
 """Documents of each split whose end is looked at when a store is opened."""
 _MAX_TEXT = 1 << 20
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
-_OPEN_FILES = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Consecutive token ids of a file."""
-
-    file: int
-    """Index into the files of the source."""
-    start: int
-    """Offset in bytes."""
-    dtype: str
-    tokens: int
-
-    def part(self, first: int, last: int) -> "Segment":
-        """Returns the ids in [first, last)."""
-        start = self.start + first * np.dtype(self.dtype).itemsize
-        return Segment(file=self.file, start=start, dtype=self.dtype, tokens=last - first)
-
-
-class Tokens(Protocol):
-    """Token ids that are read in slices: an array of NumPy, or one that is put together from several."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, positions: slice, /) -> np.ndarray: ...
-
-
-class TokenArray:
-    """Token ids of several files as one array that is read in slices; opens the files as they are needed."""
-
-    def __init__(self, segments: Sequence[Segment], *, files: Sequence[Path], added: np.ndarray, eos_id: int) -> None:
-        self._segments = segments
-        self._starts = np.cumsum([0, *(segment.tokens for segment in segments)])
-        self._added = added
-        self._eos_id = eos_id
-        self._open = lru_cache(_OPEN_FILES)(lambda file: map_bytes(files[file]))
-        self.dtype = np.result_type(np.uint16, np.min_scalar_type(eos_id), *{segment.dtype for segment in segments})
-
-    def __len__(self) -> int:
-        return int(self._starts[-1]) + len(self._added)
-
-    def __getitem__(self, positions: slice) -> np.ndarray:
-        start, stop, _ = positions.indices(len(self))
-        first, last = (int(each) for each in np.searchsorted(self._added, [start, stop]))
-        stored = self._stored(start - first, stop - last)
-        if first == last:
-            return stored
-        ids = np.full(stop - start, self._eos_id, dtype=self.dtype)
-        is_stored = np.ones(len(ids), dtype=bool)
-        is_stored[self._added[first:last] - start] = False
-        ids[is_stored] = stored
-        return ids
-
-    def _stored(self, start: int, stop: int) -> np.ndarray:
-        """Returns ids by their place among those that are in the files."""
-        ids = np.empty(stop - start, dtype=self.dtype)
-        position = start
-        index = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while position < stop:
-            segment, offset = self._segments[index], position - int(self._starts[index])
-            part = segment.part(offset, min(segment.tokens, offset + stop - position))
-            content = self._open(part.file)[part.start :][: part.tokens * np.dtype(part.dtype).itemsize]
-            ids[position - start :][: part.tokens] = content.view(part.dtype)
-            position += part.tokens
-            index += 1
-        return ids
-
-
-def map_bytes(path: Path, *, follow_links: bool = True) -> np.ndarray:
-    """Maps a file into memory as an array of bytes."""
-    with open_regular(path, follow_links=follow_links) as file:
-        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
-            return np.empty(0, dtype=np.uint8)
-        return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
-
-
-def map_numbers(path: Path, *, dtype: str) -> np.ndarray:
-    """Maps a file of numbers, which no link leads to, into memory; DocumentError if it has no whole number of them."""
-    content = map_bytes(path, follow_links=False)
-    if rest := len(content) % np.dtype(dtype).itemsize:
-        raise DocumentError(f"{path.name} has {rest} bytes after its last {dtype}")
-    return content.view(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +64,23 @@ class StoreKey:
     vocab_size: int
     eos_id: int
     held_out_fraction: float
+
+
+def key_of(source_fingerprint: str, *, tokenizer: "Tokenizer", held_out_fraction: float) -> StoreKey:
+    """Returns the key of the store of a source."""
+    return StoreKey(
+        format=FORMAT,
+        source_fingerprint=source_fingerprint,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        held_out_fraction=held_out_fraction,
+    )
+
+
+def cache_folder(data: Data) -> Path:
+    """Returns the folder of all that is prepared."""
+    return user_cache_folder() if data.cache_folder is None else Path(data.cache_folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +117,8 @@ class TokenStore:
     """Where in `files` the tokens of each split are, if they are read in place."""
     packing: str = "concatenate"
     """How documents become rows: data.packing."""
+    remote: "BlockFiles | None" = None
+    """Where tokens and marks are read from, if they are in an object store; the folder has the other files."""
 
     @property
     def fingerprint(self) -> str:
@@ -202,11 +142,24 @@ class TokenStore:
         if self.segments:
             added = self._map(f"{split}.added", dtype="int64")
             return TokenArray(self.segments[split], files=self.files, added=added, eos_id=self.meta.eos_id)
-        ids = self._map(f"{split}.tokens", dtype=self.dtype)
-        return MarkedTokens(ids, marks=self._map(f"{split}.marks", dtype="uint8")) if self.meta.marks else ids
+        ids = self._numbers(f"{split}.tokens", dtype=self.dtype)
+        return MarkedTokens(ids, marks=self._numbers(f"{split}.marks", dtype="uint8")) if self.meta.marks else ids
 
     def offsets(self, split: Split) -> np.ndarray:
         return self._map(f"{split}.offsets", dtype="int64")
+
+    def _numbers(self, name: str, *, dtype: str) -> Tokens:
+        return self._map(name, dtype=dtype) if self.remote is None else self.remote.array(name, dtype=dtype)
+
+    def check_size(self, name: str, *, expected: int) -> None:
+        """DocumentError if a file of the store has another size in bytes."""
+        if self.remote is not None:
+            size = self.remote.sizes[name]
+        else:
+            with open_regular(self.folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+        if size != expected:
+            raise DocumentError(f"{name} has {size:,} bytes, not {expected:,}")
 
     def _map(self, name: str, *, dtype: str) -> np.ndarray:
         return map_numbers(self.folder / name, dtype=dtype)
@@ -333,26 +286,30 @@ def build_once(folder: Path, *, name: str, build: Callable[[Path], None]) -> Non
 
 
 def open_store(
-    folder: Path, *, key: StoreKey, files: tuple[Path, ...] = (), packing: str = "concatenate"
-) -> TokenStore:
+    folder: Path, *, key: StoreKey, files: tuple[Path, ...] = (), packing: str = "concatenate",
+    remote: "BlockFiles | None" = None,
+) -> TokenStore:  # fmt: skip
     """Opens the store of a key after comparing it with its files; ConfigError if they do not agree.
 
-    `files` are those of the source, of which a store without tokens says where they are.
+    `files` are those of the source, of which a store without tokens says where they are. What is in an object store is
+    compared with its digests when it is read.
     """
     try:
-        meta = _read_meta(folder / META_FILE)
+        meta = read_meta(folder / META_FILE)
         if changed := [name for name, value in asdict(key).items() if getattr(meta, name) != value]:
             raise DocumentError(f"meta.json: it is that of another store, with another {', '.join(changed)}")
         segments = read_segments(folder / SEGMENTS_FILE, files=files) if (folder / SEGMENTS_FILE).exists() else {}
-        store = TokenStore(folder=folder, meta=meta, files=files, segments=segments, packing=packing)
+        store = TokenStore(folder=folder, meta=meta, files=files, segments=segments, packing=packing, remote=remote)
         for split in get_args(Split):
             _check_tokens(store, split)
+            store.check_size(f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
             if meta.marks:
-                path = folder / f"{split}.marks"
-                _check_size(path, expected=meta.tokens[split])
-                _check_marks(path, digest=meta.marks[split], changed=path.stat().st_mtime_ns)
-            _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
-            check_documents(store, split)
+                store.check_size(f"{split}.marks", expected=meta.tokens[split])
+            if remote is None:
+                if meta.marks:
+                    path = folder / f"{split}.marks"
+                    _check_marks(path, digest=meta.marks[split], changed=path.stat().st_mtime_ns)
+                check_documents(store, split)
     except (FileNotFoundError, DocumentError) as error:
         raise corrupt_store_error(folder, reason=str(error)) from error
     return store
@@ -375,12 +332,13 @@ def inner_ends(store: TokenStore, *, block: int = 1 << 24) -> int:
 def has_one_document(folder: Path) -> bool:
     """Returns whether a store exists, and both splits together have one document."""
     try:
-        return sum(_read_meta(folder / META_FILE).documents.values()) == 1
+        return sum(read_meta(folder / META_FILE).documents.values()) == 1
     except (FileNotFoundError, DocumentError):
         return False  # opening it says what is wrong
 
 
-def _read_meta(path: Path) -> StoreMeta:
+def read_meta(path: Path) -> StoreMeta:
+    """Reads meta.json; DocumentError if it is none."""
     document = read_json(path)
     present = document.plain_entries()
     # An older version did not count them.
@@ -418,7 +376,7 @@ def _counts(table: Value) -> dict[str, int]:
 def _check_tokens(store: TokenStore, split: Split) -> None:
     expected = store.meta.tokens[split]
     if not store.segments:
-        _check_size(store.folder / f"{split}.tokens", expected=expected * np.dtype(store.dtype).itemsize)
+        store.check_size(f"{split}.tokens", expected=expected * np.dtype(store.dtype).itemsize)
     elif (count := len(store.tokens(split))) != expected:
         raise DocumentError(f"{SEGMENTS_FILE}: the {split} split has {count:,} tokens, not {expected:,}")
 
@@ -428,13 +386,6 @@ def _check_marks(path: Path, *, digest: str, changed: int) -> None:
     with open_regular(path) as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             raise DocumentError(f"{path.name} is not what was written")
-
-
-def _check_size(path: Path, *, expected: int) -> None:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-    if size != expected:
-        raise DocumentError(f"{path.name} has {size:,} bytes, not {expected:,}")
 
 
 def check_documents(store: TokenStore, split: Split) -> None:

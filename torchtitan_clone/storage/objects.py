@@ -17,6 +17,7 @@ from torchtitan_clone.config.urls import split_url
 from torchtitan_clone.documents import DocumentError, shorten
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore as Backend
 
 logger = logging.getLogger("torchtitan_clone")
@@ -26,6 +27,8 @@ REQUEST_BYTES = 8 << 20
 """Bytes of one request: parts of an upload, unless there would be too many, and ranges that are read."""
 MOST_PARTS = 9000  # S3 allows 10,000
 CONCURRENCY = 8
+CHECK_SECONDS = 8.0
+"""Time after which a store that does not answer is an error of the configuration."""
 _MAX_MESSAGE = 400
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.25, 5.0
 _SECRETS = re.compile(r".*(SECRET|TOKEN|PASSWORD|CREDENTIAL|ACCESS_KEY|ACCOUNT_KEY|SAS_KEY|SERVICE_ACCOUNT)")
@@ -52,6 +55,8 @@ class StoredObject:
     name: str
     bytes: int
     modified: datetime
+    tag: str
+    """Another one if the content is another."""
 
 
 class ObjectStore:
@@ -114,25 +119,35 @@ class ObjectStore:
         self.bytes_read += len(content)
         return content
 
-    def size(self, name: str) -> int | None:
-        """Returns the bytes of an object; None if there is none."""
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Returns bytes [begin, end) of an object for each range, by several requests at once."""
+        begins, ends = ([each[place] for each in ranges] for place in (0, 1))
+
+        def get(key: str) -> list[bytes]:
+            found = self._requests.get_ranges(self._backend, key, starts=begins, ends=ends, coalesce=0)
+            return [bytes(content) for content in found]
+
+        contents = self._repeat("read", name, get)
+        self.bytes_read += sum(map(len, contents))
+        return contents
+
+    def head(self, name: str) -> StoredObject | None:
+        """Returns what a listing shows of an object; None if there is none."""
         try:
-            return self._repeat("find", name, lambda key: self._requests.head(self._backend, key)["size"])
+            return self._repeat("find", name, lambda key: self._stored(self._requests.head(self._backend, key)))
         except FileNotFoundError:
             return None
+
+    def size(self, name: str) -> int | None:
+        """Returns the bytes of an object; None if there is none."""
+        return found.bytes if (found := self.head(name)) else None
 
     def find(self, folder: str = "") -> list[StoredObject]:
         """Returns the objects whose names begin with a folder, as `step-5/`, by default all."""
 
         def find_all(key: str) -> list[StoredObject]:
             found = self._requests.list(self._backend, key.rstrip("/") or None)
-            return [
-                StoredObject(
-                    name=each["path"].removeprefix(self._prefix), bytes=each["size"], modified=each["last_modified"]
-                )
-                for chunk in found
-                for each in chunk
-            ]
+            return [self._stored(each) for chunk in found for each in chunk]
 
         return self._repeat("list", folder, find_all)
 
@@ -142,6 +157,13 @@ class ObjectStore:
             keys = [self._prefix + name for name in names[start : start + 1000]]
             with contextlib.suppress(FileNotFoundError):
                 self._repeat("delete", names[start], lambda _, keys=keys: self._requests.delete(self._backend, keys))
+
+    def _stored(self, meta: "ObjectMeta") -> StoredObject:
+        modified = meta["last_modified"]
+        tag = meta["e_tag"] or modified.isoformat()
+        return StoredObject(
+            name=meta["path"].removeprefix(self._prefix), bytes=meta["size"], modified=modified, tag=tag
+        )
 
     def _repeat(self, verb: str, name: str, request: Callable[[str], T]) -> T:
         known = self._requests.exceptions

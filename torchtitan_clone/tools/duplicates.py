@@ -24,15 +24,14 @@ import numpy as np
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import shown
 from torchtitan_clone.data.marks import ids_of
+from torchtitan_clone.data.slices import Tokens, load_slices, map_bytes
 from torchtitan_clone.data.token_store import (
     Split,
-    Tokens,
     TokenStore,
     build_once,
     check_documents,
     corrupt_store_error,
     digest_of,
-    map_bytes,
 )
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.files import write_atomically
@@ -58,13 +57,20 @@ class KeptTokens:
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         start, stop, _ = positions.indices(len(self))
+        slices = [self._tokens[begin:end] for begin, end in self._places(start, stop)]
+        return slices[0] if len(slices) == 1 else np.concatenate([np.empty(0, dtype=self.dtype), *slices])
+
+    def load(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Fetches slices at once, see load_slices()."""
+        load_slices(self._tokens, [place for start, stop in bounds for place in self._places(start, stop)])
+
+    def _places(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yields the slices of all tokens that a slice of the kept ones consists of."""
         first = int(np.searchsorted(self._positions, start, side="right")) - 1
         last = int(np.searchsorted(self._positions, stop, side="left"))
-        slices: list[np.ndarray] = [np.empty(0, dtype=self.dtype)]
         begins, ends = self._positions[first:last].tolist(), self._positions[first + 1 : last + 1].tolist()
         for begin, end, place in zip(begins, ends, self._starts[first:last].tolist(), strict=True):
-            slices.append(self._tokens[place + max(start, begin) - begin : place + min(stop, end) - begin])
-        return slices[1] if len(slices) == 2 else np.concatenate(slices)
+            yield place + max(start, begin) - begin, place + min(stop, end) - begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +131,7 @@ def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
 
 
 def _open_unique(store: TokenStore, *, folder: Path) -> UniqueStore:
-    unique = UniqueStore(folder=folder, meta=store.meta, packing=store.packing, base=store)
+    unique = UniqueStore(folder=folder, meta=store.meta, packing=store.packing, remote=store.remote, base=store)
     unique.check()
     offsets = {split: unique.offsets(split) for split in get_args(Split)}
     tokens = {split: int(each[-1]) for split, each in offsets.items()}
