@@ -12,7 +12,8 @@ writer use in addition. Medians over all saves except the first, which has a col
 each save, so that all modes write to the same blocks of the disk.
 
 With --store, saves whose steps go to an object store take turns with synchronous ones to the disk, and uploads of a
-step with puts of its largest file by obstore alone. The server is in a process of its own on this machine.
+step with puts of its largest file by obstore alone. Then three ranks resume what one has saved, and the bytes that they
+receive are counted. The server is in a process of its own on this machine.
 """
 
 import argparse
@@ -24,15 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.turns import processor_name, timed
+from benchmarks.turns import Step, alternate, median_of, processor_name, ratio_of, timed
 
 TORCH_SAVE, TORCH_ASYNC = "dcp.save", "dcp.async_save"
 OURS = ("disabled", "async", "async_with_pinned_mem")
@@ -194,43 +195,86 @@ def saver_of_ours(
 
 
 def measure_store(options: argparse.Namespace, *, folder: Path) -> None:
-    """Prints how long the loop waits for a save to a store, and how fast a step is uploaded, each beside its rival."""
+    """Prints what saves to a store cost beside their rivals, in turn, and what a resume on another mesh reads."""
     import obstore
     from obstore.store import from_url
 
+    from tests.support.harness import run_ranks
     from tests.support.object_server import served_process
-    from torchtitan_clone.checkpoint.copying import copy_step, open_place
+    from torchtitan_clone.checkpoint.copying import TIMEOUT_SECONDS, copy_step
+    from torchtitan_clone.checkpoint.remote import open_remote
     from torchtitan_clone.config.schema import Comm
     from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 
-    launch = Launch.from_environment()
+    launch, disk, numbers, rounds = Launch.from_environment(), folder / "disk", count(), 1 + max(2, options.saves)
     device = pick_device(launch)
-    disk, blocked, seconds = folder / "disk", defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     with served_process() as server, process_group(Comm(), launch=launch, device=device):
         os.environ["AWS_ENDPOINT_URL"] = server.address  # without the proxy, which is a thread of this process
         loop, url = Loop(gib=options.gib, rows=options.rows, device=device), server.make_bucket()
-        savers = {"disk": saver_of_ours("disabled", loop, disk)}
-        savers["store"] = saver_of_ours("async", loop, folder / "tier", url=url)
-        target, bare = open_place(server.make_bucket()), from_url(url, client_options={"allow_http": True})
-        for number in range(options.saves + 1):
-            for name, save in savers.items():
-                figures, over = save(number)
-                while not over():
-                    loop.step()
-                blocked[name].append(figures()["blocked"])
-            file = disk / f"step-{number + 1}" / "rank-0.safetensors"
-            uploads: dict[str, Callable[[], object]] = {
-                "upload": partial(copy_step, disk, target, step=number + 1),
-                "put": partial(obstore.put, bare, f"bare-{number}", file),
-            }
-            for name in sorted(uploads, reverse=number % 2 == 0):
-                seconds[name].append(timed(uploads[name])[1]["wall"])
-            shutil.rmtree(disk)
-    waits, times = ({name: statistics.median(each[1:]) for name, each in taken.items()} for taken in (blocked, seconds))
+        target = open_remote(server.make_bucket(), timeout_seconds=TIMEOUT_SECONDS)
+        bare = from_url(url, client_options={"allow_http": True})
+        savers = {
+            "disk": saver_of_ours("disabled", loop, disk),
+            "store": saver_of_ours("async", loop, folder / "tier", url=url),
+        }
+
+        def save(name: str) -> Step:
+            if name == "disk":
+                shutil.rmtree(disk, ignore_errors=True)  # all saves write to the same blocks
+            figures, over = savers[name](next(numbers))
+            while not over():
+                loop.step()
+            return {"wall": figures()["blocked"]}
+
+        def upload(name: str) -> Step:
+            (step,) = disk.glob("step-*")
+            number = int(step.name.removeprefix("step-"))
+            if name == "put":
+                step_seconds = timed(lambda: obstore.put(bare, "bare", step / "rank-0.safetensors"))[1]
+                obstore.delete(bare, "bare")
+            else:
+                step_seconds = timed(lambda: copy_step(disk, target, step=number))[1]
+                target.delete(number)
+            return step_seconds
+
+        saves = alternate({name: partial(save, name) for name in savers}, rounds=rounds)
+        uploads = alternate({name: partial(upload, name) for name in ("put", "upload")}, rounds=rounds)
+        before = server.proxy.received
+        needed = sum(run_ranks(load_part, 3, folder / "other", url, options.gib, timeout=600, env=server.env))
+        read = server.proxy.received - before
+    blocked = ratio_of(saves["store"][1:], saves["disk"][1:])
+    rate = ratio_of(uploads["put"][1:], uploads["upload"][1:])
     print(processor_name(uses_gpu=True))
-    print(f"state of {loop.bytes / 2**30:.2f} GiB, medians of {options.saves} rounds after the first")
-    print(f"blocked: {waits['store']:.4f} s, {waits['store'] / waits['disk']:.1%} of {waits['disk']:.3f} s to the disk")
-    print(f"upload: {times['upload']:.3f} s, {times['put'] / times['upload']:.2f} x the rate of a bare put")
+    print(f"state of {loop.bytes / 2**30:.2f} GiB, medians (quartiles) of {rounds - 1} rounds after the first")
+    of_disk = f"of a synchronous save to the disk, which takes {median_of(saves['disk'][1:]):.3f} s"
+    print(f"blocked: {blocked.median:.2%} ({blocked.low:.2%}-{blocked.high:.2%}) {of_disk}")
+    print(f"upload: {rate} x the rate of a bare put, which takes {median_of(uploads['put'][1:]):.3f} s")
+    print(f"resume on 3 ranks: {read / needed:.3f} x the {needed / 2**30:.2f} GiB that they need were received")
+
+
+def load_part(folder: Path, url: str, gib: float) -> int:
+    """Resumes a state that is split over all ranks; returns the bytes of this rank's part."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from torchtitan_clone.checkpoint.manager import CheckpointManager
+    from torchtitan_clone.config.schema import Checkpoint, Comm
+    from torchtitan_clone.ops.dtensor_shards import local_shard
+    from torchtitan_clone.parallel.runtime import Launch, process_group
+
+    launch, device = Launch.from_environment(), torch.device("cpu")
+    with process_group(Comm(), launch=launch, device=device):
+        mesh = init_device_mesh("cpu", (launch.world_size,))
+        whole = Loop(gib=gib, rows=1, device=device).state()
+        state: dict[str, torch.Tensor] = {
+            name: distribute_tensor(each, mesh, [Shard(0)]) if each.ndim else each for name, each in whole.items()
+        }
+        options = Checkpoint(folder=url, load_only=True)
+        manager = CheckpointManager(options, folder=folder, state=lambda: state, config="")
+        assert manager.find_resume_point() is not None
+        assert manager.load() is not None
+        return sum(local_shard(each).nbytes for each in state.values())
 
 
 def seconds_of_plain_write(folder: Path, *, size: int) -> float:

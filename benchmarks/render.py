@@ -131,6 +131,16 @@ TABLES: dict[str, Table | Pivot] = {
             "memory, GiB": "gib",
         },
     ),
+    "store": Table(
+        question="store",
+        labels=PLACE,
+        columns={
+            "state": "state",
+            "blocked / synchronous save to the disk": "blocked",
+            "rate of an upload / of a bare put": "upload",
+            "received / needed by a resume on three ranks": "read",
+        },
+    ),
     "published": Table(
         question="memory, published",
         labels=["run"],
