@@ -10,8 +10,9 @@ cases without the local folder, and the next ranks continue from there, in the s
 found is older than the last one that was reported as committed in what is left, if the values are not all of that step,
 or if a rank fails.
 
-With --outage, a run of the trainer loses the server for so many seconds. It fails if a step is not trained, a committed
-one is gone, an upload is given up, or the last step is not in the store. Exits with 1 if any case did.
+With --outage, runs of the trainer with the default bounds have no use of the server for so many seconds: one each in
+which it is gone, answers 503, or stalls. A run fails if a step is not trained or is trained twice, a committed one is
+gone, an upload is given up, or the last step is not in the store. Exits with 1 if any case did.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from tests.campaigns.checkpoint_fuzz import MODES, make_state, wait_for
 from tests.support.checkpoint_states import rank_of_a_group
 from tests.support.harness import RankFailed, run_ranks, start_ranks
 from tests.support.object_server import ObjectServer, served_process
-from tests.support.runs import Ranks, losses, make_corpus, options, wait_for_step
+from tests.support.runs import Ranks, losses, make_corpus, options, rows, wait_for_step
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.checkpoint.progress import Progress
 from torchtitan_clone.checkpoint.remote import open_remote
@@ -174,28 +175,26 @@ def run_case(case: Kill, folder: Path, *, server: ObjectServer, url: str) -> str
     return f"step {found[0]} is older than {expected}, which was committed" if found[0] < expected else None
 
 
-def run_outage(seconds: float, folder: Path, *, server: ObjectServer, url: str) -> str | None:
-    """Trains while the server is away for so many seconds; prints what happened meanwhile, returns what is wrong."""
+def run_outage(trouble: str, seconds: float, folder: Path, *, server: ObjectServer, url: str) -> str | None:
+    """Trains while the server is in trouble for so many seconds; prints what happened, returns what is wrong."""
     stored = {"folder": url, "interval": 20, "keep_latest_k": 0, "async_mode": MODES[0]}
-    stored["store_timeout_seconds"] = 3 * seconds
-    changes = {"training__steps": 1000, **{f"checkpoint__{name}": value for name, value in stored.items()}}
-    argv = options(make_corpus(folder / "data" / "corpus"), folder, **changes)
-    started = Ranks(argv, world_size=2, log_folder=folder, env=server.env)
-    wait_for_step(folder, 50)
-    remote, first = open_remote(url, timeout_seconds=10), max(losses(folder))
+    changes = {"training__steps": 400, **{f"checkpoint__{name}": value for name, value in stored.items()}}
+    argv = options(folder / "data" / "corpus", folder / trouble, **changes)
+    started = Ranks(argv, world_size=2, log_folder=folder / trouble, env=server.env)
+    wait_for_step(folder / trouble, 50)
+    remote, first = open_remote(url, timeout_seconds=10), max(losses(folder / trouble))
     before = remote.committed_steps()
-    server.proxy.mode = "gone"
+    server.proxy.mode = trouble
     time.sleep(seconds)
-    last = max(losses(folder))
+    last = max(losses(folder / trouble))
     server.proxy.mode = "pass"
     code, output = started.wait(600)
-    after, trained = remote.committed_steps(), losses(folder)
-    print(f"{seconds:g} s without the server: steps {first} to {last} trained meanwhile, {before} in the store before")
+    after, trained = remote.committed_steps(), [row["step"] for row in rows(folder / trouble) if "loss" in row]
+    print(f"{seconds:g} s of {trouble}: steps {first} to {last} trained meanwhile, {before} in the store before")
     print(f"exit code {code}, {len(trained)} steps trained, {len(after)} in the store, the last one {after[-1]}")
-    waits = [line for line in output.splitlines() if "trying again" in line or "is not in" in line]
-    print(*waits, sep="\n")
-    is_whole = code == 0 and len(trained) == after[-1] == 1000 and {*before} <= {*after}
-    return None if is_whole and waits and "is not in" not in output else output
+    print(*(line for line in output.splitlines() if "trying again" in line or "is not" in line), sep="\n")
+    is_whole = code == 0 and trained == [*range(1, 401)] and after[-1] == 400 and {*before} <= {*after}
+    return None if is_whole and last > first and "is not in" not in output else output
 
 
 def main() -> int:
@@ -203,7 +202,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="number of kills")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices")
-    parser.add_argument("--outage", type=float, default=0.0, help="seconds for which a run loses the server")
+    parser.add_argument("--outage", type=float, default=0.0, help="seconds for which runs lose the server")
     choices = parser.parse_args()
     source = random.Random(choices.seed)
     failures, kinds = 0, Counter[str]()
@@ -217,9 +216,12 @@ def main() -> int:
                 failures += 1
                 print(f"{number:4} {case}: {error}", flush=True)
         steps = newest(folder / "stored")
-        if choices.outage and (error := run_outage(choices.outage, folder, server=server, url=server.make_bucket())):
-            failures += 1
-            print(error)
+        if choices.outage:
+            make_corpus(folder / "data" / "corpus")
+        for trouble in ("gone", "busy", "stall") if choices.outage else ():
+            if error := run_outage(trouble, choices.outage, folder, server=server, url=server.make_bucket()):
+                failures += 1
+                print(error)
     for kind, count in sorted(kinds.items()):
         print(f"{count:4} kills: {kind}")
     print(
