@@ -7,15 +7,7 @@ import pytest
 
 from tests.data.chats import many_chats, template, turns, write_tokenizer
 from tests.data.corpora import jsonl, read_hub_in, texts, write
-from tests.data.loaders import (
-    GLOBAL_BATCH,
-    SEQ_LEN,
-    assert_equal,
-    concatenate,
-    next_batches,
-    train_loader,
-    validation_loader,
-)
+from tests.data.loaders import assert_equal, concatenate, next_batches, train_loader, validation_loader
 from tests.data.mixtures import Run, open_mixture
 from tests.data.test_chat import found
 from torchtitan_clone.config import ConfigError
@@ -71,22 +63,21 @@ def rendered(folder, **options):
 def test_each_row_of_the_batch_is_a_stream_of_chats(folder, options):
     chats = rendered(folder, **{key.removeprefix("supervise_"): value for key, value in options.items()})
     batches = next_batches(train_loader(opened(folder, **options)), 60)
-    for row in range(GLOBAL_BATCH):
+    num_rows, seq_len = batches[0].tokens_BT.shape
+    for row in range(num_rows):
         epochs = range(8)
-        order = [
-            chat for epoch in epochs for number, chat in enumerate(chats) if (number + epoch) % GLOBAL_BATCH == row
-        ]
+        order = [chat for epoch in epochs for number, chat in enumerate(chats) if (number + epoch) % num_rows == row]
         ids, is_target, is_end = np.concatenate([chat for chat in order if chat is not None]).T
-        length = SEQ_LEN * len(batches)
+        length = seq_len * len(batches)
         assert length < len(ids)
         wanted = np.where((is_target[1:] == 1) & (is_end[:-1] == 0), ids[1:], -100)[:length]
         assert np.concatenate([batch.tokens_BT[row].numpy() for batch in batches]).tolist() == ids[:length].tolist()
         assert np.concatenate([batch.targets_BT[row].numpy() for batch in batches]).tolist() == wanted.tolist()
         begins = np.concatenate([[1], is_end[:-1]])[:length]
-        begins[::SEQ_LEN] = 1  # a row continues no document
+        begins[::seq_len] = 1  # a row continues no document
         positions = np.concatenate([batch.positions_BT[row].numpy() for batch in batches])
         assert np.flatnonzero(positions == 0).tolist() == np.flatnonzero(begins).tolist()
-    assert 0 < sum(batch.num_targets for batch in batches) < 60 * GLOBAL_BATCH * SEQ_LEN / 2
+    assert 0 < sum(batch.num_targets for batch in batches) < 60 * num_rows * seq_len / 2
 
 
 def test_streamed_chats_are_the_same_on_any_ranks_with_workers_and_after_a_resume(folder):
