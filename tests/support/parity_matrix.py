@@ -293,7 +293,8 @@ def distilled_cases() -> dict[str, Case]:
     cases: dict[str, Case] = {}
     axes_of_cases = (
         *(axes for count in range(3) for axes in combinations(("replicate", "shard", "tensor", "context"), count)),
-        ("replicate", "shard", "tensor"), ("shard", "tensor", "context"),
+        ("replicate", "shard", "tensor"), ("shard", "tensor", "context"), ("pipeline",),
+        *((axis, "pipeline") for axis in ("replicate", "shard", "tensor", "context")), ("shard", "tensor", "pipeline"),
     )  # fmt: skip
     for axes in axes_of_cases:
         cases[f"{' x '.join(axes) or 'one rank'}, distilled"] = axes_case(axes, **TEACHER)
@@ -306,11 +307,20 @@ def distilled_cases() -> dict[str, Case]:
         cases[f"shard, distilled, {name}"] = axes_case(("shard",), **TEACHER, **feature)
     for name in ("compiled", "padded", "qwen3"):
         cases[f"tensor, distilled, {name}"] = axes_case(("tensor",), **TEACHER, **features[name])
-    cases["tensor, distilled, prediction"] = axes_case(("tensor",), **TEACHER, **PREDICTION)
+    for axis in ("tensor", "pipeline"):
+        cases[f"{axis}, distilled, prediction"] = axes_case((axis,), **TEACHER, **PREDICTION)
+    cases["pipeline, distilled, accumulated"] = axes_case(("pipeline",), **TEACHER, training__local_batch_size=2)
+    cases["shard x pipeline, distilled, experts over 2"] = axes_case(
+        ("shard", "pipeline"), **TEACHER, **features["experts over 2"]
+    )
+    for schedule in SCHEDULES:
+        option = {"parallelism__pipeline_parallel_schedule": schedule}
+        cases[f"pipeline, distilled, {schedule}"] = axes_case(("pipeline",), **TEACHER, **option)
     for method in METHODS:
         option = {"parallelism__context_parallel_rotate_method": method}
         cases[f"context, distilled, {method}"] = axes_case(("context",), **TEACHER, **option)
-    for axes in ((), ("replicate",), ("shard",), ("tensor",), ("context",), ("shard", "tensor"), ("tensor", "context")):
+    pairs = (("shard", "tensor"), ("tensor", "context"), ("tensor", "pipeline"))
+    for axes in ((), *((axis,) for axis in DEGREES), *pairs):
         cases[f"{' x '.join(axes) or 'one rank'}, stored"] = axes_case(axes, **STORED)
     for name in ("accumulated", "compiled"):
         cases[f"shard, stored, {name}"] = axes_case(("shard",), **STORED, **features[name])
@@ -489,5 +499,5 @@ QUICK = (
     "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked", "tensor x context, experts over 2, forced",
     "shard x tensor, qwen3_5", "tensor, qwen3_next experts over 2", "context, qwen3_5 full ac",
     "tensor, kimi_linear", "shard, distilled", "tensor, distilled", "context, distilled",
-    "tensor, stored", "context, stored",
+    "tensor, stored", "context, stored", "pipeline, distilled",
 )  # fmt: skip

@@ -29,7 +29,7 @@ from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.optim.matrices import Gathering, Matrix
 from torchtitan_clone.optim.muon import Muon
 from torchtitan_clone.optim.schedule import Factors
-from torchtitan_clone.parallel import gradients, head_exchange, state_exchange, unsharded
+from torchtitan_clone.parallel import gradients, head_exchange, pipeline, state_exchange, unsharded
 from torchtitan_clone.parallel.fsdp import SumByMessages
 from torchtitan_clone.parallel.max_logits import MaxLogits
 from torchtitan_clone.run import loaders, model_parts, teacher
@@ -279,8 +279,17 @@ def _teachers_predict_from_a_part_of_the_vocabulary(
 
 
 @_mistake("shard, distilled", teacher.ModelTeacher, "__call__")
-def _teachers_read_the_next_row(call: Callable[..., Tensor], predict: object, rows: Batch, loss_of: object) -> Tensor:
-    return call(predict, replace(rows, tokens_BT=rows.tokens_BT.roll(1, dims=0)), loss_of)
+def _teachers_read_the_next_row(call: Replacement, *of_teacher: object, tokens_BT: Tensor, **others: object) -> object:
+    return call(*of_teacher, tokens_BT=tokens_BT.roll(1, dims=0), **others)
+
+
+@_mistake("pipeline, distilled", pipeline._Stage, "forward_maybe_with_nosync")
+def _teachers_predict_the_first_micro_batch(
+    forward: Callable[..., object], stage: Any, *args: object, rows_of_teacher: object, **others: object
+) -> object:
+    if not hasattr(stage, "first_rows"):
+        stage.first_rows = rows_of_teacher
+    return forward(stage, *args, rows_of_teacher=stage.first_rows, **others)
 
 
 @_mistake("context, stored", predictions.PredictionStore, "read")

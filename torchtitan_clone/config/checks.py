@@ -173,9 +173,6 @@ def _find_distillation_errors(config: Config) -> Iterator[str]:
     option = f"distillation.{name} = {shown(getattr(options, name))}"
     if options.store is not None and options.teacher_path is not None:
         yield f"{option}: distillation.teacher_path is set too; leave one of the two out."
-    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
-        rule = f"parallelism.pipeline_parallel_degree is {degree}, and pipelines have no teacher"
-        yield f"{option}: {rule}; set it to 1 and use other axes, or train without a teacher."
     if config.training.z_loss:
         rule = f"training.z_loss is {config.training.z_loss:g}, and the objective has one of the two"
         yield f"{option}: {rule}; set it to 0, or train without a teacher."

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Protocol, TypeVar
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone.ops.attention import OnHost
+from torchtitan_clone.parallel.teacher import TeacherOfRows, teacher_tensors, with_teacher
 from torchtitan_clone.parallel.unsharded import unsharded_parameters, unwrapped_parameters
 
 T = TypeVar("T")
 LossFn = Callable[..., Tensor]  # see ops.cross_entropy.build_loss()
-TeacherOfRows = Callable[["Rows", Callable[..., Tensor]], Tensor]  # see run.teacher
 
 
 class Rows(Protocol):
@@ -115,7 +115,8 @@ def build_forward_backward(
                 documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
                 sums = model(
                     rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,
-                    targets_BT=rows.targets_BT, loss_fn=_with_teacher(loss_fn, teacher, rows), **optional_tensors(rows),
+                    targets_BT=rows.targets_BT, loss_fn=with_teacher(loss_fn, teacher, teacher_tensors(rows)),
+                    **optional_tensors(rows),
                 )  # fmt: skip
                 mean = objective.add(sums)
                 if torch.is_grad_enabled():
@@ -124,12 +125,6 @@ def build_forward_backward(
         return objective.output()
 
     return run
-
-
-def _with_teacher(loss_fn: LossFn, teacher: TeacherOfRows | None, rows: Rows) -> LossFn:
-    if teacher is None or not torch.is_grad_enabled():
-        return loss_fn
-    return partial(loss_fn, teacher=partial(teacher, rows))
 
 
 def optional_tensors(rows: Rows) -> dict[str, Tensor]:

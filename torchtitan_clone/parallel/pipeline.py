@@ -25,6 +25,7 @@ from torchtitan_clone.parallel import forward_backward
 from torchtitan_clone.parallel.forward_backward import LossFn, Objective, Rows, StepOutput
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages
+from torchtitan_clone.parallel.teacher import TeacherOfRows, teacher_tensors, with_teacher
 from torchtitan_clone.parallel.unsharded import unsharded_parameters, unwrapped_parameters
 from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
 
@@ -53,11 +54,15 @@ def _move_buffers(received: Iterable[_Received], device: torch.device) -> None:
 
 
 class _Stage(PipelineStageFixes, PipelineStage):
-    def forward_maybe_with_nosync(self, *args: object, documents_BT: Tensor | None = None, **kwargs: object) -> object:
+    def forward_maybe_with_nosync(
+        self, *args: object, loss_fn: LossFn, teacher: TeacherOfRows | None, rows_of_teacher: Mapping[str, Tensor],
+        documents_BT: Tensor | None = None, **kwargs: object,
+    ) -> object:  # fmt: skip
         # Only now, because schedules split tensors into micro-batches, and replicate everything else.
         if documents_BT is not None:
             kwargs["documents_BT"] = OnHost(documents_BT)
-        return super().forward_maybe_with_nosync(*args, **kwargs)
+        loss_fn = with_teacher(loss_fn, teacher, rows_of_teacher)
+        return super().forward_maybe_with_nosync(*args, loss_fn=loss_fn, **kwargs)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[object, ...], kwargs: dict[str, object] | None = None,
@@ -120,11 +125,12 @@ def _start_message(
 
 def build_pipelined_forward_backward(
     model_parts: Sequence[nn.Module], *, stages: Stages, frozen_stages: int, parallelism: Parallelism, mesh: Mesh,
-    loss_fn: LossFn, dim: int, dtype: torch.dtype, device: torch.device,
+    loss_fn: LossFn, dim: int, dtype: torch.dtype, device: torch.device, teacher: TeacherOfRows | None = None,
 ) -> forward_backward.ForwardBackward:  # fmt: skip
     """Returns the pipelined step: each micro-batch is a pass, which is cut into the micro-batches of the pipeline.
 
-    `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`.
+    `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. `teacher`
+    is that of each micro-batch, None on the ranks without the last stage.
     """
     auxiliary = forward_backward.auxiliary_terms(model_parts[0])
     objective = Objective(auxiliary, device=device)
@@ -166,7 +172,8 @@ def build_pipelined_forward_backward(
                 schedule, own = schedule_for(*rows.tokens_BT.shape, depth, trains)
                 step = schedule.step if trains else schedule.eval
                 # The schedule splits only tensors into micro-batches, not None.
-                given: dict[str, Any] = {**forward_backward.optional_tensors(rows)}
+                given: dict[str, Any] = {**forward_backward.optional_tensors(rows), "teacher": teacher}
+                given["rows_of_teacher"] = {} if teacher is None else teacher_tensors(rows)
                 if rows.documents_BT is not None:
                     given["documents_BT"] = rows.documents_BT
                 step(

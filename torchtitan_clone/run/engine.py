@@ -16,10 +16,11 @@ from torchtitan_clone.ops.kernels import prepare
 from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.optim import build_factors, build_optimizer
 from torchtitan_clone.parallel.apply import named_buffers, named_modules, named_parameters
-from torchtitan_clone.parallel.forward_backward import LossFn, StepOutput, TeacherOfRows
+from torchtitan_clone.parallel.forward_backward import LossFn, StepOutput
 from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import set_up_compile
+from torchtitan_clone.parallel.teacher import TeacherOfRows
 from torchtitan_clone.run.forward_backward import build_plan_forward_backward
 from torchtitan_clone.run.model_parts import build_model_parts
 from torchtitan_clone.run.plan import RunPlan
@@ -82,7 +83,6 @@ class Engine:
             from torchtitan_clone.parallel.cuda_graph import GraphedForwardBackward
 
             self.forward_backward = GraphedForwardBackward(self.forward_backward, self.parameters.values())
-        self._has_teacher = teacher is not None
         self._loads = _build_loads(plan, model_parts=model_parts)
         self._factors = build_factors(config.lr_scheduler, steps=config.training.steps, groups=config.optimizer.groups)
 
@@ -135,7 +135,7 @@ class Engine:
     def totals(self, sums: Sequence[float]) -> StepTotals:
         """Returns what the sums over all ranks of read(), less its norm, mean."""
         names = [*self.model_parts[0].auxiliary, *([Z_LOSS] if self.plan.config.training.z_loss else [])]
-        names += [DIVERGENCE] if self._has_teacher else []
+        names += [DIVERGENCE] if self.plan.config.distillation.is_enabled else []
         loss, *others = sums
         for observer in reversed(self.observers):
             end = len(others) - observer.size
@@ -209,7 +209,7 @@ def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
 
 
 def build_teacher(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> TeacherOfRows | None:
-    """Returns the teacher that the options ask for, with its weights; a collective over all ranks. ConfigError."""
+    """Returns the teacher that the options ask for, on ranks that compute the loss; a collective. ConfigError."""
     if not plan.config.distillation.is_enabled:
         return None
     from torchtitan_clone.run import teacher

@@ -10,10 +10,10 @@ from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.parallel.forward_backward import (
     ForwardBackward,
     LossFn,
-    TeacherOfRows,
     build_forward_backward,
 )
 from torchtitan_clone.parallel.mesh import Mesh
+from torchtitan_clone.parallel.teacher import TeacherOfRows
 from torchtitan_clone.run.plan import RunPlan, loss_chunk_tokens
 
 
@@ -29,7 +29,7 @@ def build_plan_forward_backward(
 ) -> ForwardBackward:
     """Builds forward_backward: plain, or through a pipeline; with a loss of its own, or cross-entropy.
 
-    With a `teacher` gradients are those of distillation.
+    With a `teacher`, which the ranks with the last pipeline stage have, gradients are those of distillation.
     """
     config = plan.config
     # Eager passes over a CPU's logits reuse their memory and take rows that stay in the cache; compiled ones do not.
@@ -40,7 +40,7 @@ def build_plan_forward_backward(
         "compile_backend": config.compile.backend if compiled else None,
         "sums": source_sums,
     }
-    if teacher is not None:
+    if loss_fn is None and config.distillation.is_enabled:
         from torchtitan_clone.ops.distillation import build_distilled_loss
         from torchtitan_clone.parallel.logged_term import LoggedTerm
 
@@ -68,5 +68,6 @@ def build_plan_forward_backward(
             dim=plan.model_args.dim,
             dtype=getattr(torch, config.training.mixed_precision_param),
             device=device,
+            teacher=teacher,
         )
     return run if term is None else term.logged(run)

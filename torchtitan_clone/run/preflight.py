@@ -199,9 +199,9 @@ def check_start(plan: RunPlan, *, writes: bool = False) -> Progress:
                 "another job.run_name, or set it to false"
             )
     if config.distillation.is_enabled:
-        from torchtitan_clone.run.teacher import check_teacher
+        from torchtitan_clone.run.teacher import find_teacher_plan
 
-        check_teacher(plan)  # first: run_identity() reads its files
+        find_teacher_plan(plan)  # first: run_identity() reads its files
     progress = _expected_progress(plan, writes=writes)
     if not progress.step:
         find_initial_weights(plan)

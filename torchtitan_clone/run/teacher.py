@@ -3,23 +3,20 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.messages import shown
-from torchtitan_clone.config.schema import ActivationCheckpoint
-from torchtitan_clone.data import Batch
-from torchtitan_clone.models.decoder import Decoder, ModelArgs
-from torchtitan_clone.models.spec import ModelSpec
+from torchtitan_clone.config.schema import EMA, ActivationCheckpoint
+from torchtitan_clone.models.decoder import Decoder
 from torchtitan_clone.ops.attention import OnHost
 from torchtitan_clone.ops.distillation import ModelPredictions, Predictions, StoredPredictions
 from torchtitan_clone.parallel.apply import named_buffers, named_parameters
-from torchtitan_clone.parallel.forward_backward import Rows, TeacherOfRows
 from torchtitan_clone.parallel.mesh import Mesh
-from torchtitan_clone.parallel.stages import resolved_stages
+from torchtitan_clone.parallel.stages import Stages, model_modules
+from torchtitan_clone.parallel.teacher import TeacherOfRows
 from torchtitan_clone.run.model_parts import parallelize_model_parts
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.rules import find_errors_of_teacher
@@ -33,9 +30,11 @@ class ModelTeacher:
     """
 
     def __init__(self, model: Decoder) -> None:
-        self._model = model
+        self.model = model
 
-    def __call__(self, rows: Rows, loss_of: Callable[[Predictions], Tensor]) -> Tensor:
+    def __call__(
+        self, loss_of: Callable[[Predictions], Tensor], *, documents_BT: Tensor | None = None, **tensors: Tensor
+    ) -> Tensor:
         losses: list[Tensor] = []
 
         def take(hidden_BTD: Tensor, weight_VD: Tensor, _targets_BT: Tensor) -> Tensor:
@@ -43,42 +42,44 @@ class ModelTeacher:
                 losses.append(loss_of(ModelPredictions(hidden_BTD=hidden_BTD, weight_VD=weight_VD)))
             return losses[0].detach()
 
-        documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
+        documents = None if documents_BT is None else OnHost(documents_BT)
         with torch.no_grad():
-            self._model(
-                rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,
-                targets_BT=rows.targets_BT, loss_fn=take,
-            )  # fmt: skip
+            self.model(**tensors, documents_BT=documents, loss_fn=take)
         return losses[0]
 
 
-def predict_as_stored(rows: Rows, loss_of: Callable[[Predictions], Tensor]) -> Tensor:
+def predict_as_stored(
+    loss_of: Callable[[Predictions], Tensor], *, teacher_ids_BKT: Tensor, teacher_values_BKT: Tensor, **_: Tensor
+) -> Tensor:
     """Predicts by what a batch has of a store."""
-    batch = cast("Batch", rows)
-    assert batch.teacher_ids_BKT is not None
-    assert batch.teacher_values_BKT is not None
-    return loss_of(StoredPredictions(ids_BKT=batch.teacher_ids_BKT, values_BKT=batch.teacher_values_BKT))
+    return loss_of(StoredPredictions(ids_BKT=teacher_ids_BKT, values_BKT=teacher_values_BKT))
 
 
-def check_teacher(plan: RunPlan) -> None:
-    """Raises ConfigError if there is no teacher in the folder, or if it does not fit the run."""
-    if plan.config.distillation.teacher_path is not None:
-        _find_teacher(plan, digests=False)
+def find_teacher_plan(plan: RunPlan) -> RunPlan | None:
+    """Returns the plan of the model that teaches, None without one; its batches are the rows that it gets at once.
+
+    ConfigError if there is no teacher in the folder, or if it does not fit the run.
+    """
+    if plan.config.distillation.teacher_path is None:
+        return None
+    return _plan_of_teacher(plan, trained=_find_teacher(plan, digests=False))
 
 
-def build_teacher(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> TeacherOfRows:
-    """Returns the teacher with its weights; a collective over all ranks. ConfigError as check_teacher()."""
+def build_teacher(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> TeacherOfRows | None:
+    """Returns the teacher with its weights, None on ranks without the last pipeline stage; a collective over all ranks.
+
+    ConfigError as find_teacher_plan().
+    """
     if plan.config.distillation.teacher_path is None:
         return predict_as_stored
     trained = _find_teacher(plan, digests=plan.config.checkpoint.verify == "full")
-    names = {field.name for field in fields(trained.args)}
-    args = replace(trained.args, mtp_depth=0) if "mtp_depth" in names else trained.args
-    (model,) = parallelize_model_parts(_plan_of_teacher(plan, spec=trained.spec, args=args), mesh=mesh)
-    model.to_empty(device="cpu" if plan.config.training.enable_cpu_offload else device)
-    model.init_buffers(device)
-    tensors: dict[str, Tensor] = {name: weight.detach() for name, weight in named_parameters([model]).items()}
-    trained.fill(tensors | named_buffers([model]))
-    return ModelTeacher(model.eval())
+    models = parallelize_model_parts(_plan_of_teacher(plan, trained=trained), mesh=mesh)
+    for model in models:
+        model.to_empty(device="cpu" if plan.config.training.enable_cpu_offload else device)
+        model.init_buffers(device)
+    tensors: dict[str, Tensor] = {name: weight.detach() for name, weight in named_parameters(models).items()}
+    trained.fill(tensors | named_buffers(models))
+    return ModelTeacher(models[0].eval()) if models else None
 
 
 def _find_teacher(plan: RunPlan, *, digests: bool) -> Trained:
@@ -103,15 +104,25 @@ def _find_differences(plan: RunPlan, trained: Trained) -> Iterator[str]:
     yield from trained.find_tokenizer_errors(plan.tokenizer)
 
 
-def _plan_of_teacher(plan: RunPlan, *, spec: ModelSpec, args: ModelArgs) -> RunPlan:
-    """Returns the plan of a frozen model on the mesh of a plan without a pipeline."""
+def _plan_of_teacher(plan: RunPlan, *, trained: Trained) -> RunPlan:
+    """Returns the plan of a frozen model whose only stage is on the ranks with the last pipeline stage of a plan."""
+    args, training, parallelism = trained.args, plan.config.training, plan.config.parallelism
+    if "mtp_depth" in {field.name for field in fields(args)}:
+        args = replace(args, mtp_depth=0)
+    if plan.degrees.pp > 1:
+        training = replace(training, local_batch_size=parallelism.pipeline_parallel_microbatch_size)
     config = replace(
         plan.config,
+        training=training,
+        ema=EMA(),
         model=replace(plan.config.model, converters=[]),
-        parallelism=replace(plan.config.parallelism, module_fqns_per_model_part=None),
+        parallelism=replace(parallelism, pipeline_parallel_degree=1),
         activation_checkpoint=ActivationCheckpoint(mode="none"),
         debug=replace(plan.config.debug, moe_force_load_balance=False),
     )
-    stages = resolved_stages(config.parallelism, layer_costs=None, n_layers=args.n_layers, frozen_layers=0)
+    stages = Stages(modules=(tuple(model_modules(args.n_layers)),), ranks=(plan.loss_rank,))
     frozen_layers = len(stages.modules[0]) - 1  # all modules, see frozen_modules
-    return replace(plan, config=config, spec=spec, model_args=args, stages=stages, frozen_layers=frozen_layers)
+    return replace(
+        plan, config=config, spec=trained.spec, model_args=args, stages=stages, frozen_layers=frozen_layers,
+        degrees=replace(plan.degrees, pp=1),
+    )  # fmt: skip
