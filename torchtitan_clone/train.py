@@ -139,7 +139,8 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
 def _describe(plan: "RunPlan", *, device: "torch.device") -> int:
     from torchtitan_clone.run import preflight
     from torchtitan_clone.run.describe import DEVICE_TYPES, describe_run, find_planner
-    from torchtitan_clone.run.preflight import find_all_notices, find_memory_errors
+    from torchtitan_clone.run.memory import find_memory_errors
+    from torchtitan_clone.run.preflight import find_all_notices
 
     preflight.check_start(plan)
     device_type = plan.device_type

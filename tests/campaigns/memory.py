@@ -14,6 +14,7 @@ import argparse
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import torch
 
 from benchmarks.turns import processor_name
 from tests.support.harness import run_ranks
+from tests.support.teachers import write_teacher
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.planner.simulate import fake_batch
@@ -45,7 +47,11 @@ CPU_RUNS: dict[str, tuple[int, Options]] = {
     "fp32, selective, shard 2": (2, {**FP32, **PER_OP}),
     "fp32, none, tensor 2": (2, {**FP32, **NONE, "parallelism.tensor_parallel_degree": 2}),
     "fp32, none, pipeline 2": (2, {**FP32, **NONE, "parallelism.pipeline_parallel_degree": 2}),
+    "fp32, none, distilled": (1, {**FP32, **NONE}),
+    "fp32, none, distilled, shard 2": (2, {**FP32, **NONE}),
+    "fp32, none, distilled, pipeline 2": (2, {**FP32, **NONE, "parallelism.pipeline_parallel_degree": 2}),
 }
+"""Those that are distilled have a teacher of the same sizes."""
 CPU_SIZES = {
     "model.args.dim": 512, "model.args.n_layers": 8, "model.args.n_heads": 8, "training.local_batch_size": 4,
     "training.seq_len": 256,
@@ -64,6 +70,13 @@ GPU_RUNS: dict[str, tuple[int, Options]] = {
     for mode, recomputation in (("none", NONE), ("selective per operation", PER_OP), ("full", FULL))
 }
 GPU_SIZES = {"training.local_batch_size": 64, "training.seq_len": 2048}
+
+
+def with_teacher(sizes: Options) -> Options:
+    """Returns the sizes with the option that names a teacher of them, which is written first."""
+    folder = Path(tempfile.mkdtemp())
+    args = {name.replace(".", "__"): value for name, value in sizes.items() if name.startswith("model.args.")}
+    return {**sizes, "distillation.teacher_path": write_teacher(folder / "teacher", folder, **args)}
 
 
 def plan_of(options: Options, *, world_size: int, device_type: str) -> RunPlan:
@@ -115,9 +128,11 @@ def main() -> int:
             argv = ({**sizes, **options}, choices.device)
             return max(run_ranks(run_steps, world_size, *argv, env=visible, timeout=300)) / 2**20
 
-        sizes = {**sizes, "model.args.n_layers": choices.layers}
-        grown, libraries = measured(sizes), measured(TINY) if is_cpu else 0.0
-        plan = plan_of({**sizes, **options}, world_size=world_size, device_type=choices.device)
+        own, tiny = {**sizes, "model.args.n_layers": choices.layers}, TINY
+        if "distilled" in name:
+            own, tiny = with_teacher(own), with_teacher(TINY)
+        grown, libraries = measured(own), measured(tiny) if is_cpu else 0.0
+        plan = plan_of({**own, **options}, world_size=world_size, device_type=choices.device)
         tensors = max(memory.total for memory in predict_step_memory(plan, device_type=choices.device)) / 2**20
         error = (tensors + libraries) / grown - 1
         errors.append(abs(error))

@@ -4,7 +4,7 @@ import torch
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.preflight import activation_bytes, find_memory_errors, host_memory, state_bytes
+from torchtitan_clone.run.memory import activation_bytes, find_memory_errors, host_memory, state_bytes
 
 CPU = torch.device("cpu")
 SIZES = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.mixed_precision_param=float32"]

@@ -22,6 +22,7 @@ from torchtitan_clone.planner.work import (
     sharded_groups,
 )
 from torchtitan_clone.run.plan import RunPlan, is_without_fsdp, loss_chunk_tokens, sharding_options
+from torchtitan_clone.run.teacher import find_teacher_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +45,35 @@ class MemoryEstimate:
         return max(vars(self), key=lambda name: vars(self)[name])
 
 
-def estimate_memory(plan: RunPlan) -> MemoryEstimate:
-    """Returns the estimated peak of the worst pipeline rank, without what CUDA's allocator wastes."""
+def estimate_memory(plan: RunPlan, *, teacher: RunPlan | None = None) -> MemoryEstimate:
+    """Returns the estimated peak of the worst pipeline rank, without what CUDA's allocator wastes.
+
+    `teacher` is the plan of run.teacher.find_teacher_plan().
+    """
     # The first rank keeps the most micro-batches, the last one has the output.
-    ranks = dict.fromkeys((0, plan.degrees.pp - 1))
-    return max((_of_rank(plan, rank=rank) for rank in ranks), key=lambda each: each.total)
+    ranks = {rank: _of_rank(plan, rank=rank) for rank in dict.fromkeys((0, plan.degrees.pp - 1, plan.loss_rank))}
+    if teacher is not None:
+        ranks[plan.loss_rank] = _with_teacher(ranks[plan.loss_rank], teacher)
+    return max(ranks.values(), key=lambda each: each.total)
+
+
+def _with_teacher(student: MemoryEstimate, plan: RunPlan) -> MemoryEstimate:
+    """Returns the memory of the rank with the loss, before which the teacher runs, keeping its last hidden states."""
+    weights, shape = _weights_of(plan, rank=plan.loss_rank), shape_of(plan)
+    hidden = shape.tokens * plan.model_args.dim * shape.itemsize
+    of_layers = (saved_bytes(layer, shape=shape, all_saved=True) for layer in model_work(plan).kinds)
+    columns, chunk = plan.model_args.vocab_size / plan.degrees.tp, min(shape.tokens, loss_chunk_tokens(plan))
+    of_loss = hidden + (8 + shape.itemsize) * columns * chunk  # as the student's
+    return MemoryEstimate(
+        state=student.state + weights.shards * getattr(torch, plan.config.training.dtype).itemsize,
+        gathered=student.gathered + weights.gathered,
+        activations=student.activations + max(of_loss, *of_layers),
+    )
 
 
 def describe_memory(plan: RunPlan, *, memory_gib: float | None = None) -> str:
     """Returns the estimate as a line of a dry run, with the memory of a device that is known and too small."""
-    found = estimate_memory(plan)
+    found = estimate_memory(plan, teacher=find_teacher_plan(plan))
     sizes = {
         "weights, optimizer state and gradients": found.state,
         "gathered weights": found.gathered,
@@ -65,9 +85,26 @@ def describe_memory(plan: RunPlan, *, memory_gib: float | None = None) -> str:
     return f"memory of a rank  about {found.total / 2**30:,.2f} GiB: {parts}{limit}\n"
 
 
-def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
+@dataclass(frozen=True, kw_only=True)
+class _StageWeights:
+    """The weights of a pipeline rank."""
+
+    layers: dict[Layer, int]
+    """Number of layers of each kind."""
+    shards: float
+    """Elements that the rank holds."""
+    complete: float
+    """Elements of all groups of FSDP when gathered."""
+    largest: float
+    """Elements of the largest group of blocks when gathered."""
+    has_output: bool
+    gathered: float
+    """Bytes of those that FSDP gathered, or of copies without it."""
+
+
+def _weights_of(plan: RunPlan, *, rank: int) -> _StageWeights:
     config, degrees, args = plan.config, plan.degrees, plan.model_args
-    work, shape = model_work(plan), shape_of(plan)
+    work = model_work(plan)
     modules = [name for stage in plan.stages.of_rank(rank) for name in plan.stages.modules[stage]]
     counts = Counter(id(work.layers[int(name[7:])]) for name in modules if name.startswith("layers."))
     layers = {layer: counts[id(layer)] for layer in work.kinds if counts[id(layer)]}
@@ -81,14 +118,23 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     ]
     largest = max(map(sum, blocks), default=0.0)
     shards = sum(count * group.elements / group.axis_size for each, count in groups for group in each)
+    gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
+    if is_without_fsdp(plan):  # copies of weights, if their data type is another
+        gathered = complete if config.training.dtype != config.training.mixed_precision_param else 0.0
+    return _StageWeights(
+        layers=layers, shards=shards, complete=complete, largest=largest, has_output="output" in modules,
+        gathered=gathered * getattr(torch, config.training.mixed_precision_param).itemsize,
+    )  # fmt: skip
+
+
+def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
+    config, degrees = plan.config, plan.degrees
+    weights, shape = _weights_of(plan, rank=rank), shape_of(plan)
+    layers, shards, gathered = weights.layers, weights.shards, weights.gathered
     tensor = shards * getattr(torch, config.training.dtype).itemsize
     averages = 4 * shards if config.ema.enable else 0.0
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     microbatches = _microbatches(plan)
-    gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
-    if is_without_fsdp(plan):  # copies of weights, if their data type is another
-        gathered = complete if config.training.dtype != config.training.mixed_precision_param else 0.0
-    gathered *= shape.itemsize
     again = max((saved_bytes(layer, shape=shape, all_saved=True) for layer in layers), default=0.0)
     again = again if shape.share_again else 0.0
     in_flight = 1.0
@@ -96,15 +142,15 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
         in_flight = most_in_flight(config.parallelism, stages=plan.stages, microbatches=microbatches, rank=rank)
     saved = sum(count * saved_bytes(layer, shape=shape) for layer, count in layers.items())
     saved *= in_flight / len(plan.stages.of_rank(rank))
-    loss = _loss_bytes(plan, shape=shape) if "output" in modules else 0.0
+    loss = _loss_bytes(plan, shape=shape) if weights.has_output else 0.0
     if microbatches > 1:
         # Gradients of several micro-batches are summed before they are reduced over the ranks.
-        gathered += complete * reduced + largest * shape.itemsize
+        gathered += weights.complete * reduced + weights.largest * shape.itemsize
         passes = plan.microbatches if degrees.pp > 1 else 1  # a second one finds the reduced gradients of the first
         return MemoryEstimate(
             state=(3 + (passes > 1)) * tensor + averages, gathered=gathered, activations=saved + max(loss, again)
         )
-    gradients, reduction = tensor, largest * (shape.itemsize + reduced)
+    gradients, reduction = tensor, weights.largest * (shape.itemsize + reduced)
     if is_without_fsdp(plan):
         gradients, reduction = tensor if not sharding_options(plan).keeps_gradients else shards * shape.itemsize, 0.0
     return max(

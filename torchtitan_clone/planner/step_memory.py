@@ -13,6 +13,7 @@ from torchtitan_clone.planner.simulate import CPU, fake_batch, fake_ranks, simul
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.model_parts import parallelize_model_parts
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.teacher import ModelTeacher, find_teacher_plan
 from torchtitan_clone.torch_compat import fake_tensors
 
 STEPS = 2
@@ -26,8 +27,9 @@ class StepMemory:
     """Bytes that a rank of a pipeline stage needs, by what they are for, at the peak of what is allocated.
 
     `gathered` are weights that FSDP gathered and what it gathers them with, or copies of weights without FSDP,
-    `buffers` those of other communication, and `activations` all else that forward and backward compute. `allocator` is
-    what CUDA's caching allocator reserves beyond; 0 on CPU.
+    `buffers` those of other communication, and `activations` all else that forward and backward compute. A teacher has
+    weights, and activations that are part of `loss`. `allocator` is what CUDA's caching allocator reserves beyond; 0 on
+    CPU.
     """
 
     weights: int
@@ -195,13 +197,17 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
     passes = min(2, plan.microbatches)
     with fake_ranks(plan, rank=pipeline_rank * (plan.world_size // plan.degrees.pp)) as mesh:
         parts = parallelize_model_parts(plan, mesh=mesh)
+        plan_of_teacher = find_teacher_plan(plan)
+        teachers = [] if plan_of_teacher is None else parallelize_model_parts(plan_of_teacher, mesh=mesh)
         with fake_tensors(of_gpu=plan.device_type == "cuda"), MemoryTrace() as trace:
-            for part in parts:
+            for part in (*parts, *teachers):
                 part.to_empty(device=CPU)
                 part.init_buffers(CPU)
+            for part in parts:
                 if part.output is not None:
                     trace.follow_loss(part.output)
-            engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn)
+            teacher = ModelTeacher(teachers[0].eval()) if teachers else None
+            engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn, teacher=teacher)
             for _ in range(STEPS):
                 trace.part = "activations"
                 engine.forward_backward([fake_batch(plan)] * passes, num_targets=num_targets)
