@@ -258,6 +258,10 @@ def _options_that_must_match(plan: "RunPlan", *, dataset: "Dataset") -> list[str
     for name, source in sources.items():
         place = f"data.sources, name {name}: " if plan.config.data.sources else ""
         lines += [f"{place}{LABELS[key]} = {getattr(source.identity, key)}" for key in ("data", "tokenizer", "eos_id")]
+    if plan.config.distillation.is_enabled:
+        from torchtitan_clone.run.weights_folder import with_digest
+
+        lines.append(f"distillation: {asdict(with_digest(plan.config.distillation))}")
     return lines
 
 

@@ -3,19 +3,34 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support.harness import run_ranks
 from tests.support.runs import exit_codes, options, rows
-from tests.support.teachers import write_predictions, write_teacher
+from tests.support.teachers import SIZES, write_predictions, write_teacher
 from tests.support.trainers import train_all
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config.schema_training import Distillation
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
+from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.planner.memory_estimate import estimate_memory
+from torchtitan_clone.planner.step_memory import predict_step_memory
 from torchtitan_clone.run import preflight
+from torchtitan_clone.run.engine import build_plan_mesh
+from torchtitan_clone.run.memory import find_memory_errors, host_memory, state_bytes, teacher_bytes
 from torchtitan_clone.run.plan import run_identity
+from torchtitan_clone.run.teacher import build_teacher, find_teacher_plan
 
+CPU = torch.device("cpu")
+DIFFERENT = (
+    r'trained on different batches: the digest of the teacher was "\w{16}" and is "\w{16}". Restore what changed, or '
+    "set checkpoint.allow_data_change to true"
+)
 STUDENT = {"distillation__alpha": 0.5, "distillation__temperature": 2.0, "checkpoint__interval": 3}
 
 
@@ -44,6 +59,52 @@ def test_a_student_resumes_to_the_last_bit_and_a_teacher_is_not_saved(corpus, te
     assert max(int(name.split(".")[1]) for name in names if name.startswith("layers.")) == 1
     assert all(saved[0].read(name).equal(saved[1].read(name)) for name in names)
 
+    def resume(path, **changes):
+        values = {"training__steps": 7, "lr_scheduler__total_steps": 6, "distillation__teacher_path": path, **changes}
+        plan = preflight.resolve(
+            load_config(options(corpus, tmp_path / "parts", **STUDENT | values)), world_size=1, device_type="cpu"
+        )
+        return preflight.prepare(plan, launch=Launch(rank=1, local_rank=0, world_size=1)).completed_steps
+
+    other = write_teacher(tmp_path / "teacher", corpus, seed=6)
+    with pytest.raises(ConfigError, match=DIFFERENT) as refused:
+        resume(other)
+    assert len({*re.findall("[0-9a-f]{16}", str(refused.value))}) == 2
+    assert resume(other, checkpoint__allow_data_change=True) == 6
+    assert resume(shutil.copytree(teacher, tmp_path / "copy")) == 6
+    assert resume(None, distillation__alpha=None, distillation__temperature=None) == 6
+
+
+def bytes_of_teacher(argv):
+    """Returns the bytes of the teacher's weights on this rank."""
+    config, launch = load_config(argv), Launch.from_environment()
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    with process_group(config.comm, launch=launch, device=CPU):
+        built = build_teacher(plan, mesh=build_plan_mesh(plan, device_type="cpu"), device=CPU)
+        return 0 if built is None else sum(local_shard(x).nbytes for x in built.model.parameters())
+
+
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "pipeline_parallel"])
+def test_memory_has_the_teacher_as_the_ranks_with_the_loss_hold_it(corpus, teacher, tmp_path, axis, monkeypatch):
+    argv = options(
+        corpus, tmp_path, **STUDENT, **{f"parallelism__{axis}_degree": 2}, distillation__teacher_path=teacher
+    )
+    plan = preflight.resolve(load_config(argv), world_size=2, device_type="cpu")
+    weights, hidden = teacher_bytes(plan)
+    is_pipeline = axis == "pipeline_parallel"
+    assert run_ranks(bytes_of_teacher, 2, argv) == [0 if is_pipeline else weights, weights]
+    assert hidden == (1 if is_pipeline else 4) * 64 * SIZES["dim"] * 4
+    alone = replace(plan, config=replace(plan.config, distillation=Distillation()))
+    *_, without = predict_step_memory(alone, device_type="cpu")
+    *_, predicted = predict_step_memory(plan, device_type="cpu")
+    assert predicted.weights - without.weights == pytest.approx(weights, rel=0.01)  # and buffers
+    assert predicted.loss >= without.loss + hidden
+    own, both = (estimate_memory(plan, teacher=teacher).state for teacher in (None, find_teacher_plan(plan)))
+    assert both - own == pytest.approx(weights, rel=0.01)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(host_memory() // state_bytes(plan)))
+    found = [*find_memory_errors(plan, device=CPU)]
+    assert [message.split(":")[0] for message in found] == ["distillation.teacher_path"]
+
 
 def test_both_formats_of_a_teacher_predict_the_same_and_itself_has_no_divergence(corpus, tmp_path):
     model = options(corpus, tmp_path / "teacher", training__steps=2, checkpoint__last_save_in_hf=True)
@@ -67,9 +128,9 @@ def test_another_teacher_makes_another_run(corpus, teacher, tmp_path):
     """To replica groups, and to a run that was rewound by checkpoint.load_step."""
     shutil.copytree(teacher, tmp_path / "teacher-copy")
     write_teacher(tmp_path / "teacher-other", corpus, seed=6)
-    for name, end in {"hub-copy": b"a", "hub": b"a", "hub-other": b"b"}.items():
+    for name, end in {"hub-copy": b"a", "hub": b"a", "hub-other": b"b", "hub-config": b"a"}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "config.json").write_text("{}" if name != "hub-config" else '{"rope_theta": 1}')
         (tmp_path / name / "model.safetensors").write_bytes(bytes(2 << 20) + end)
     rows = {"data": "d", "tokenizer": "t", "held_out_fraction": 0, "tokens": 1, "vocab_size": 9, "seq_len": 1}
     meta = {"format": 1, "k": 1, "dtype": "float16", "temperature": 1, "document_masking": True, **rows}
@@ -81,9 +142,9 @@ def test_another_teacher_makes_another_run(corpus, teacher, tmp_path):
         option = "store" if path.name.startswith("store") else "teacher_path"
         config = load_config(options(corpus, tmp_path, **{f"distillation__{option}": path}))
         identities[path.name] = run_identity(preflight.resolve(config, world_size=1, device_type="cpu"))
-    assert len(identities) == 9
+    assert len(identities) == 10
     assert all(identities[name] == identities[f"{name}-copy"] for name in ("teacher", "hub", "store"))
-    assert len(set(identities.values())) == 6
+    assert len(set(identities.values())) == 7
 
 
 def errors(corpus, tmp_path, **changes):
@@ -120,9 +181,7 @@ def test_wrong_options_are_refused(corpus, teacher, tmp_path, name, monkeypatch)
 
 
 def test_what_has_no_teacher_is_refused_with_it(corpus, teacher, tmp_path):
-    others = {
-        "parallelism__pipeline_parallel_degree": 2, "training__z_loss": 1e-4, "compile__cuda_graph": True,
-    }  # fmt: skip
+    others = {"training__z_loss": 1e-4, "compile__cuda_graph": True}
     for option, value in others.items():
         found = errors(corpus, tmp_path, distillation__teacher_path=teacher, **{option: value})
         assert f"{option.split('__')[1]}" in found

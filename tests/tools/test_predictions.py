@@ -1,6 +1,7 @@
 """Predictions of a teacher that are stored beside tokens: who writes them, who reads them, and which are refused."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,10 @@ def test_with_all_of_the_vocabulary_a_mixture_trains_as_with_the_teacher_and_res
     run_ranks(train_all, 1, [argv, online, *parts])
     assert logged(tmp_path / "whole") == pytest.approx(logged(tmp_path / "online"), rel=1e-6)
     assert logged(tmp_path / "whole") == logged(tmp_path / "parts")
+    for path in (tmp_path / "stored").glob(f"*/{META_FILE}"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"teacher": "a" * 64}))
+    message = refused(parts[1], "--training.steps=4")
+    assert f'and is "{"a" * 16} with {VOCABULARY} in float32". Restore what changed, or set checkpoint.allow' in message
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +86,20 @@ def only(folder):
     return found
 
 
-def test_two_ranks_write_what_one_writes(sources, stored, tmp_path):
+def test_two_ranks_write_what_one_writes_on_any_mesh(sources, stored, tmp_path):
+    """Those of the fixture share the weights, and read rows of their own."""
     folder, _ = stored
-    one = student(sources, tmp_path, distillation__store=tmp_path / "one")
-    run_ranks(write_predictions, 1, one, sources / "teacher", timeout=120)
-    theirs, ours = only(folder / "two"), only(tmp_path / "one")
-    assert (theirs.name, (theirs / META_FILE).read_bytes()) == (ours.name, (ours / META_FILE).read_bytes())
-    ids = [np.fromfile(each / IDS_FILE, dtype=np.uint16) for each in (theirs, ours)]
-    values = [np.fromfile(each / VALUES_FILE, dtype=np.float32) for each in (theirs, ours)]
-    assert (ids[0] == ids[1]).mean() > 0.999  # rows are computed in other batches, and equal values may change places
-    np.testing.assert_allclose(*values, atol=1e-5)
+    theirs = only(folder / "two")
+    for axis, ranks in {"shard": 1, "tensor": 2, "context": 2, "pipeline": 2}.items():
+        option = {f"parallelism__{axis}_parallel_degree": ranks} if ranks > 1 else {}
+        argv = student(sources, tmp_path, distillation__store=tmp_path / axis, **option)
+        run_ranks(write_predictions, ranks, argv, sources / "teacher", timeout=120)
+        ours = only(tmp_path / axis)
+        assert (theirs.name, (theirs / META_FILE).read_bytes()) == (ours.name, (ours / META_FILE).read_bytes())
+        ids = [np.fromfile(each / IDS_FILE, dtype=np.uint16) for each in (theirs, ours)]
+        values = [np.fromfile(each / VALUES_FILE, dtype=np.float32) for each in (theirs, ours)]
+        assert (ids[0] == ids[1]).mean() > 0.999  # values that round otherwise change places
+        np.testing.assert_allclose(*values, atol=1e-5)
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
@@ -118,12 +127,19 @@ def refused(argv, *changes):
 
 def test_predictions_of_other_rows_are_refused(stored, tmp_path):
     _, argv = stored
-    assert "seq_len 64, and this run has 32" in refused(argv, "--training.seq_len=32")
-    assert "temperature 2.0, and this run has 1.5" in refused(argv, "--distillation.temperature=1.5")
+    both = refused(argv, "--training.seq_len=32", "--distillation.temperature=1.5")
+    remedy = "restore what changed, or set distillation.store to another folder and write them with"
+    assert f"seq_len 64, and this run has 32; temperature 2.0, and this run has 1.5; {remedy}" in both
     assert "document_masking" in refused(argv, "--training.document_masking=false")
     assert "vocab_size 2048, and this run has 2100" in refused(argv, "--model.args.vocab_size=2100")
-    assert "it has none for these tokens" in refused(argv, "--data.held_out_fraction=0.5")
-    assert "it has none for these tokens" in refused(argv, f"--distillation.store={tmp_path}")
+    nearest = "it has none for these tokens, and the nearest are for"
+    assert f"{nearest} held_out_fraction 0.0, and this run has 0.5; tokens" in refused(
+        argv, "--data.held_out_fraction=0.5"
+    )
+    assert re.search(
+        nearest + r' data "(\w+)", and this run has "\1 best_fit"; ', refused(argv, "--data.packing=best_fit")
+    )
+    assert "it has none for these tokens; write them with" in refused(argv, f"--distillation.store={tmp_path}")
 
 
 def test_damaged_predictions_are_refused(stored, tmp_path):

@@ -157,6 +157,7 @@ _CHECKS: Mapping[str, Callable[[Value], object]] = {
     "seq_len": Value.integer,
     "document_masking": Value.flag,
     "seed": lambda value: value.integer(low=-MAX_INTEGER, high=MAX_INTEGER),
+    "teacher": Value.text,
     "cursors": _check_cursors,
     "bookmark": _check_bookmark,
     "streams": _check_streams,

@@ -172,7 +172,7 @@ class Checkpoint:
     last_save_model_only: bool = False
     """Also write the final weights without training state to the folder model_only."""
     allow_data_change: bool = False
-    """Resume even if the dataset, the tokenizer or seq_len changed since the checkpoint."""
+    """Resume even if the dataset, the tokenizer, seq_len or the teacher changed since the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,8 +42,10 @@ LABELS = {
     "seq_len": "training.seq_len",
     "document_masking": "training.document_masking",
     "seed": "debug.seed",
+    "teacher": "the digest of the teacher",
 }
-"""State that determines the order and content of the batches, with the names used in messages."""
+"""State that determines the order and content of the batches, and who predicts their targets, with the names used in
+messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class Loader:
         num_workers: int = 0,
         gather_positions: GatherPositions = lambda positions: positions,
         read_predictions: "ReadPredictions | None" = None,
+        teacher: str | None = None,
     ) -> None:
         self._slice_of_replica = partial(
             slice_of_rank,
@@ -105,6 +108,7 @@ class Loader:
         seq_len = options.seq_len if self._mixture is None else self._mixture.mixture.timeline.stages[0].seq_len
         order = {"seq_len": seq_len, "document_masking": options.document_masking, "seed": seed}
         self._order: dict[str, object] = asdict(dataset.identity) | order
+        self._order |= {} if teacher is None else {"teacher": teacher}
         self._samples = 0
         self._streams: list[StreamState] = []
         self._uncollected: list[StreamPosition] = []
@@ -216,7 +220,8 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any], *, allow_change: bool) -> None:
         """Resumes after the samples that `state` counts, for any number of ranks, workers and any batch size.
 
-        ConfigError if the state is damaged, or if the data or their order differ from the state's, unless allow_change.
+        ConfigError if the state is damaged, or if the data, their order or the teacher differ from the state's, unless
+        allow_change. A run may begin or cease to have a teacher.
         """
         try:
             samples = Value(state.get("samples"), where="samples").integer(high=MAX_SAMPLES)
@@ -228,6 +233,8 @@ class Loader:
         except DocumentError as error:
             raise ConfigError(f"the position in the data that the checkpoint holds is damaged: {error}") from error
         changed = {key: value for key, value in self._order.items() if state.get(key) != value}
+        if "teacher" not in state:
+            changed.pop("teacher", None)
         report = [f"{LABELS[key]} was {toml_like(state.get(key))} and is {toml_like(changed[key])}" for key in changed]
         report += changes
         size = self._slice.global_batch_size
@@ -236,7 +243,7 @@ class Loader:
         if report and not allow_change:
             raise ConfigError(
                 f"the checkpoint was trained on different batches: {'; '.join(report)}. Restore what changed, or set "
-                "checkpoint.allow_data_change to true to resume with the new data."
+                "checkpoint.allow_data_change to true to resume with what is new."
             )
         if report:
             logger.warning("resuming after %s samples although %s", f"{samples:,}", "; ".join(report))

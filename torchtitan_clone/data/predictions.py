@@ -12,7 +12,7 @@ Shapes: B rows, T tokens of a row (seq_len), K stored tokens.
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
@@ -57,7 +57,7 @@ class PredictionMeta(PredictedRows):
 
     format: int
     teacher: str
-    """SHA-256 of its weights."""
+    """digest_of_weights() of it."""
     k: int
     dtype: str
 
@@ -155,7 +155,10 @@ def open_predictions(folder: Path, *, rows: PredictedRows) -> PredictionStore:
     remedy = as_started("write them with scripts/store_predictions.py and the options of the run")
     option = f"distillation.store = {shown(str(folder.parent))}"
     if not folder.is_dir():
-        found = "it was not written to its end" if _partial(folder).exists() else "it has none for these tokens"
+        others = (_find_changes(meta, rows=rows) for meta in _read_metas(folder.parent))
+        nearest = "; ".join(min(others, key=len, default=[]))
+        found = f"it has none for these tokens{nearest and f', and the nearest are for {nearest}'}"
+        found = "it was not written to its end" if _partial(folder).exists() else found
         raise ConfigError(f"{option}: {found}; {remedy}.")
     try:
         meta = _read_meta(folder / META_FILE)
@@ -164,23 +167,30 @@ def open_predictions(folder: Path, *, rows: PredictedRows) -> PredictionStore:
                 raise DocumentError(f"{name} has {size:,} bytes, not {meta.tokens * meta.k * dtype.itemsize:,}")
     except (OSError, DocumentError) as error:
         raise ConfigError(f"{option}: {folder.name} is corrupt ({error}); delete it, and {remedy}.") from error
-    changed = [
+    if changes := _find_changes(meta, rows=rows):
+        remedy = f"restore what changed, or set distillation.store to another folder and {remedy}"
+        raise ConfigError(f"{option}: its predictions are for {'; '.join(changes)}; {remedy}.")
+    return PredictionStore(folder=folder, meta=meta)
+
+
+def _find_changes(meta: PredictionMeta, *, rows: PredictedRows) -> list[str]:
+    """Returns what rows have otherwise than those of predictions; the fingerprint of tokens has their packing."""
+    return [
         f"{name} {shown(getattr(meta, name))}, and this run has {shown(value)}"
         for name, value in asdict(rows).items()
         if getattr(meta, name) != value
     ]
-    if changed:
-        raise ConfigError(f"{option}: its predictions are for {'; '.join(changed)}; {remedy}.")
-    return PredictionStore(folder=folder, meta=meta)
 
 
 def teachers_of(folder: Path) -> list[str]:
     """Returns the digests of the teachers of all predictions in a folder, without those that are damaged."""
-    found: set[str] = set()
-    for path in folder.glob(f"*/{META_FILE}"):
+    return sorted({meta.teacher for meta in _read_metas(folder)})
+
+
+def _read_metas(folder: Path) -> Iterator[PredictionMeta]:
+    for path in sorted(folder.glob(f"*/{META_FILE}")):
         with suppress(OSError, DocumentError):
-            found.add(_read_meta(path).teacher)
-    return sorted(found)
+            yield _read_meta(path)
 
 
 def _read_meta(path: Path) -> PredictionMeta:
@@ -208,8 +218,11 @@ ReadPredictions = Callable[[range], tuple[np.ndarray, np.ndarray]]
 def prediction_reader(
     folder: Path, dataset: Dataset, *, seq_len: int, seed: int, document_masking: bool, temperature: float,
     vocab_size: int, tokens: np.ndarray | None,
-) -> ReadPredictions:  # fmt: skip
-    """Opens the predictions for a dataset; ConfigError if some are missing. `tokens` are those of each row to read."""
+) -> tuple[ReadPredictions, str]:  # fmt: skip
+    """Opens the predictions for a dataset; ConfigError if some are missing. `tokens` are those of each row to read.
+
+    Also returns what tells the teachers and what is stored of them from others.
+    """
     sources = dataset.sources if isinstance(dataset, MixtureDataset) else {"": dataset}
     opened: list[tuple[TokenDataset, PredictionStore]] = []
     for name, source in sources.items():
@@ -237,7 +250,8 @@ def prediction_reader(
             ids[chosen], values[chosen] = readers[index](uses[chosen])
         return ids, values
 
-    return read
+    metas = [predictions.meta for _, predictions in opened]
+    return read, " and ".join(sorted({f"{meta.teacher[:16]} with {meta.k} in {meta.dtype}" for meta in metas}))
 
 
 def _read(

@@ -35,6 +35,7 @@ def open_loaders(
         token_indices=tokens_of_rank(plan, rank=rank),
         routed_tokens=_routed_tokens(plan, rank=rank) if plan.model_args.num_experts else None,
     )
+    read_predictions, teacher = _open_teacher(plan, dataset=dataset, options=options)
     loader = Loader(
         dataset,
         options=options,
@@ -43,7 +44,8 @@ def open_loaders(
         local_batch_size=config.training.local_batch_size,
         num_workers=config.data.num_workers,
         gather_positions=_gather_positions,
-        read_predictions=_prediction_reader(plan, dataset=dataset, options=options),
+        read_predictions=read_predictions,
+        teacher=teacher,
     )
     if position:
         loader.load_state_dict(position, allow_change=config.checkpoint.allow_data_change)
@@ -53,11 +55,20 @@ def open_loaders(
     return loader, ValidationLoader(dataset, options=replace(options, mtp_depth=0), global_batch_size=rows)
 
 
-def _prediction_reader(plan: RunPlan, *, dataset: Dataset, options: LoaderOptions) -> "ReadPredictions | None":
-    """Returns what reads the stored predictions of a teacher; None without them. ConfigError if some are missing."""
+def _open_teacher(
+    plan: RunPlan, *, dataset: Dataset, options: LoaderOptions
+) -> tuple["ReadPredictions | None", str | None]:
+    """Returns what reads the stored predictions of a teacher, and what tells it from others; None without them.
+
+    ConfigError if it, or some of the predictions, are missing.
+    """
     config = plan.config
+    if (path := config.distillation.teacher_path) is not None:
+        from torchtitan_clone.run.weights_folder import digest_of_teacher
+
+        return None, digest_of_teacher(path)[:16]
     if (store := config.distillation.store) is None:
-        return None
+        return None, None
     from torchtitan_clone.data.predictions import prediction_reader
 
     return prediction_reader(

@@ -42,13 +42,15 @@ def is_hub_folder(path: Path) -> bool:
 
 
 def digest_of_weights(folder: Path, *, last_bytes: int | None = None) -> str:
-    """Returns the SHA-256 of a checkpoint's manifest, which has the digests of its files, or of a folder's weights.
+    """Returns the SHA-256 of a checkpoint's manifest, which has the digests of its files, or of all weights and their
+    config.json in the format of the Hugging Face hub.
 
     With `last_bytes` only so many of each file are read.
     """
     manifest = folder / MANIFEST_FILE
     digest = hashlib.sha256()
-    for path in [manifest] if manifest.is_file() else sorted(folder.glob("*.safetensors")):
+    of_hub = [*sorted(folder.glob("*.safetensors")), folder / HUB_CONFIG_FILE]
+    for path in [manifest] if manifest.is_file() else of_hub:
         with path.open("rb") as file:
             if last_bytes is not None:
                 file.seek(max(0, path.stat().st_size - last_bytes))
@@ -56,9 +58,13 @@ def digest_of_weights(folder: Path, *, last_bytes: int | None = None) -> str:
     return digest.hexdigest()
 
 
+def digest_of_teacher(path: str) -> str:
+    """Returns what tells a teacher from others, wherever it is. ConfigError if it is not there."""
+    return digest_of_weights(find_weights_folder(Path(path)), last_bytes=_LAST_BYTES)
+
+
 def with_digest(options: Distillation) -> Distillation:
     """Returns the options with digests of the teacher in place of where it is. ConfigError if it is not there."""
     if options.teacher_path is not None:
-        folder = find_weights_folder(Path(options.teacher_path))
-        return replace(options, teacher_path=digest_of_weights(folder, last_bytes=_LAST_BYTES))
+        return replace(options, teacher_path=digest_of_teacher(options.teacher_path))
     return replace(options, store=" ".join(teachers_of(Path(options.store or ""))))
