@@ -11,13 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.layers import add_weight_grad, input_grad, linear
 from torchtitan_clone.ops.softmax import is_overwritten, log_softmax, logits_and_lse, rows_in_cache
-from torchtitan_clone.ops.source_sums import SourceSums
-from torchtitan_clone.ops.vocabulary import Chunk, Shard, Vocabulary, local_shards
+from torchtitan_clone.ops.source_sums import SourceSums, group_observer
+from torchtitan_clone.ops.vocabulary import Chunk, Shard, Vocabulary, local_shards, token_chunks
 from torchtitan_clone.torch_compat import keeps_graph
 
 ObserveFn = Callable[[list[Tensor]], None]
@@ -86,13 +85,17 @@ def _chunk_loss_and_grads(
             grad_CV = grad.to(weight_VD.dtype)
         elif grad.dtype != logits.dtype:
             logits.copy_(grad)
-    # Rows without a target are left out of the products rather than set to zero, which is a pass over [C, V].
-    is_target_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
-    hidden_CD = hidden_CD * is_target_C1
-    hidden_grad_CD = input_grad(grad_CV, weight_VD)
     losses_C1 = -torch.where(is_local_C1, torch.cat(picked), 0.0)
     lse = [torch.cat(lse_of_rows)] if z_loss else []
-    return losses_C1, hidden_grad_CD.mul_(is_target_C1), grad_CV, hidden_CD, *lse
+    return losses_C1, *grads_of_targets(grad_CV, hidden_CD, weight_VD, targets_C), *lse
+
+
+def grads_of_targets(grad_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> tuple[Tensor, ...]:
+    """Returns the gradient by hidden state [C, D] and the two factors of that by weight, of rows with a target."""
+    # Others are left out of the products rather than set to zero, which is a pass over [C, V].
+    is_target_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
+    hidden_CD = hidden_CD * is_target_C1
+    return input_grad(grad_CV, weight_VD).mul_(is_target_C1), grad_CV, hidden_CD
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -100,14 +103,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden_ND: Tensor, weight_VD: Tensor, chunks: Iterable[Chunk], vocabulary: Vocabulary | None,
+        ctx: FunctionCtx, hidden_ND: Tensor, weight_VD: Tensor, chunks: Iterable[Chunk], vocabulary: Vocabulary,
         chunk_fn: ChunkFn, observe: ObserveFn | None, observe_term: ObserveFn | None,
     ) -> Tensor:  # fmt: skip
-        start = 0 if vocabulary is None else vocabulary.start
         losses, values_of_term, hidden_grads = [], [], []
         weight_grad_VD = None
         for chunk in chunks:
-            losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, start, *chunk)
+            losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, vocabulary.start, *chunk)
             losses.append(losses_C1)
             values_of_term += factors[2:]
             hidden_grads.append(hidden_grad_CD)
@@ -129,12 +131,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return multiply(hidden_grad_ND, scale), multiply(weight_grad_VD, scale), None, None, None, None, None
 
 
-def _sum(losses: list[Tensor], observe: ObserveFn | None, vocabulary: Vocabulary | None) -> Tensor:
+def _sum(losses: list[Tensor], observe: ObserveFn | None, vocabulary: Vocabulary) -> Tensor:
     """Returns the sum of losses [C, 1] of all chunks over the ranks; `observe` gets those of this rank."""
     if observe is not None:
         observe(losses)
-    total = torch.stack([losses_C1.sum() for losses_C1 in losses]).sum()
-    return total if vocabulary is None else vocabulary.reduce_(total)
+    return vocabulary.reduce_(torch.stack([losses_C1.sum() for losses_C1 in losses]).sum())
 
 
 def build_loss(
@@ -158,25 +159,17 @@ def build_loss(
         hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, groups_BT: Tensor | None = None, *,
         later: bool = False,
     ) -> Tensor:  # fmt: skip
-        vocabulary, observe, observe_term, chunk_fn = None, None, None, train_chunk
-        if isinstance(weight_VD, DTensor):
-            hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
-        hidden_ND = hidden_BTD.flatten(0, 1)
-        targets_N = targets_BT.flatten()
-        if sums is not None and groups_BT is not None:
-            observe = partial(sums.add, targets_N=targets_N, groups_N=groups_BT.flatten())
+        hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
+        hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        observe, observe_term, chunk_fn = group_observer(sums, targets_N, groups_BT), None, train_chunk
         if z_loss is not None and not later:
             chunk_fn = partial(train_chunk, z_loss=z_loss.coefficient)
             observe_term = partial(z_loss.add, targets_N=targets_N)
-        count = -(-len(targets_N) // chunk_tokens)
-        pairs = zip(hidden_ND.chunk(count), targets_N.chunk(count), strict=True)
-        if vocabulary is None:
-            chunks = ((*pair, None) for pair in pairs)
-        else:
-            chunks = vocabulary.chunks(pairs, partial(logits_fn, weight_VD=weight_VD))
+        pairs = token_chunks(hidden_ND, targets_N, chunk_tokens=chunk_tokens)
+        chunks = vocabulary.chunks(pairs, partial(logits_fn, weight_VD=weight_VD))
         if torch.is_grad_enabled():
             return ChunkedCrossEntropy.apply(hidden_ND, weight_VD, chunks, vocabulary, chunk_fn, observe, observe_term)
-        start = 0 if vocabulary is None else vocabulary.start
-        return _sum([eval_chunk(weight_VD, start, *chunk) for chunk in chunks], observe, vocabulary)
+        losses = [eval_chunk(weight_VD, vocabulary.start, *chunk) for chunk in chunks]
+        return _sum(losses, observe, vocabulary)
 
     return loss_fn

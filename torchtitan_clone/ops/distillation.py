@@ -19,14 +19,18 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from torchtitan_clone.ops import IGNORE_INDEX
-from torchtitan_clone.ops.cross_entropy import ChunkedCrossEntropy, LossTerm, build_loss, target_columns
-from torchtitan_clone.ops.layers import input_grad, linear
+from torchtitan_clone.ops.cross_entropy import (
+    ChunkedCrossEntropy,
+    LossTerm,
+    build_loss,
+    grads_of_targets,
+    target_columns,
+)
+from torchtitan_clone.ops.layers import linear
 from torchtitan_clone.ops.softmax import is_overwritten, rows_in_cache
-from torchtitan_clone.ops.source_sums import SourceSums
-from torchtitan_clone.ops.vocabulary import local_shards
+from torchtitan_clone.ops.source_sums import SourceSums, group_observer
+from torchtitan_clone.ops.vocabulary import local_shards, token_chunks
 
 _LEAST_REST = 1e-20
 """Probability of the bucket where rounding leaves none, so that its logarithm is finite."""
@@ -191,11 +195,8 @@ def _loss_and_grads(
             logits.copy_(grad)
         else:
             grad_CV = grad.to(weight_VD.dtype)
-    is_target_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
-    hidden_CD = hidden_CD * is_target_C1
-    hidden_grad_CD = input_grad(grad_CV, weight_VD).mul_(is_target_C1)
     losses_C1 = -torch.where(is_local_C1, torch.cat(picked), 0.0)
-    return losses_C1, hidden_grad_CD, grad_CV, hidden_CD, torch.cat(divergences)
+    return losses_C1, *grads_of_targets(grad_CV, hidden_CD, weight_VD, targets_C), torch.cat(divergences)
 
 
 def build_distilled_loss(
@@ -217,21 +218,12 @@ def build_distilled_loss(
     def distilled(
         hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, groups_BT: Tensor | None, predictions: Predictions
     ) -> Tensor:
-        vocabulary, observe, kind = None, None, predictions.kind
-        if isinstance(weight_VD, DTensor):
-            hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
+        hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
         hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-        if sums is not None and groups_BT is not None:
-            observe = partial(sums.add, targets_N=targets_N, groups_N=groups_BT.flatten())
-        count = -(-len(targets_N) // chunk_tokens)
-        parts = zip(hidden_ND.chunk(count), targets_N.chunk(count), predictions.chunks(count), strict=True)
-        items = ((hidden_CD, targets_C, *given) for hidden_CD, targets_C, given in parts)
-        if vocabulary is None:
-            chunks = ((*item, None) for item in items)
-        else:
-            shared = {"weight_VD": weight_VD, "kind": kind, "start": vocabulary.start, "temperature": temperature}
-            chunks = vocabulary.chunks(items, partial(logits_fn, **shared))
-        chunk_fn = partial(train_chunk, kind=kind, alpha=alpha, temperature=temperature)
+        items = token_chunks(hidden_ND, targets_N, chunk_tokens=chunk_tokens, others=predictions.chunks)
+        shared = {"kind": predictions.kind, "temperature": temperature}
+        chunks = vocabulary.chunks(items, partial(logits_fn, weight_VD=weight_VD, start=vocabulary.start, **shared))
+        chunk_fn, observe = partial(train_chunk, alpha=alpha, **shared), group_observer(sums, targets_N, groups_BT)
         add = partial(divergence.add, targets_N=targets_N)
         return ChunkedCrossEntropy.apply(hidden_ND, weight_VD, chunks, vocabulary, chunk_fn, observe, add)
 

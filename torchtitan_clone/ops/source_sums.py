@@ -3,7 +3,8 @@
 Legend: N tokens, S sources, C columns, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,3 +52,12 @@ class SourceSums:
         """Returns loss, targets and bytes by source, given the sums of own() over all ranks."""
         rows = zip(sums[::COLUMNS], sums[1::COLUMNS], sums[2::COLUMNS], strict=True)
         return dict(zip(self._names, rows, strict=True))
+
+
+def group_observer(
+    sums: SourceSums | None, targets_N: Tensor, groups_BT: Tensor | None
+) -> Callable[[list[Tensor]], None] | None:
+    """Returns what adds losses to the sums of their groups; None without sums or groups."""
+    if sums is None or groups_BT is None:
+        return None
+    return partial(sums.add, targets_N=targets_N, groups_N=groups_BT.flatten())

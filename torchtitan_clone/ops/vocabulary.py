@@ -5,6 +5,7 @@ Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tok
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch.distributed as dist
@@ -34,13 +35,15 @@ class Vocabulary:
     def chunks(
         self, items: Iterable[tuple[Tensor, ...]], logits_fn: Callable[..., tuple[Any, Tensor]]
     ) -> Iterator[Chunk]:
-        """Yields hidden states [C, D], targets [C] and what else a chunk has with its shard.
+        """Yields hidden states [C, D], targets [C] and what else a chunk has with its shard, None where it has none.
 
         `logits_fn` returns logits and lse of a chunk, given all but its targets.
 
         While ranks exchange the lse of a chunk, they compute the losses of the one before and the logits of the next.
         """
-        assert self.group is not None
+        if self.group is None:
+            yield from ((*item, None) for item in items)
+            return
         started: list[tuple[dist.Work | None, Chunk]] = []
         for hidden_CD, targets_C, *others in items:
             logits_CV, lse_C1 = logits_fn(hidden_CD, *others)
@@ -69,3 +72,13 @@ def local_shards(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor,
     # The gradient of the hidden states is the sum over all ranks' rows.
     full_BTD = hidden_BTD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return full_BTD, weight_VD.to_local(), Vocabulary(start=mesh.get_local_rank() * rows, group=mesh.get_group())
+
+
+def token_chunks(
+    hidden_ND: Tensor, targets_N: Tensor, *, chunk_tokens: int,
+    others: Callable[[int], Iterable[tuple[Tensor, ...]]] = lambda _count: repeat(()),
+) -> Iterator[tuple[Tensor, ...]]:  # fmt: skip
+    """Yields hidden states [C, D], targets [C] and what `others` yields for each of so many chunks."""
+    count = -(-len(targets_N) // chunk_tokens)
+    for hidden_CD, targets_C, given in zip(hidden_ND.chunk(count), targets_N.chunk(count), others(count), strict=False):
+        yield hidden_CD, targets_C, *given
