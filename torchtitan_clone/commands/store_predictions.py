@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=4 scripts/store_predictions.py --teacher=my_folder --k=100 --job.config_file=my_run.toml
 
 Options of the run are given as to run_train.sh; those of the data, distillation.store, the folder that is written, and
-distillation.temperature are read. The teacher is the folder of a run, a step-N folder or one of Hugging Face. Each
-rank holds all of it, and predicts a part of the rows. A source that is complete is left as it is; after a kill the same
-command begins the one that it was writing anew.
+distillation.temperature are read. The teacher is the folder of a run, a step-N folder or one of Hugging Face. Ranks are
+on the mesh of these options, of which those of a pipeline shard the teacher. A source that is complete is left as it
+is; after a kill the same command begins the one that it was writing anew.
 """
 
 import logging

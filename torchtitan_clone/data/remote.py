@@ -116,7 +116,9 @@ def put_token_store(store: TokenStore, url: str, *, block_bytes: int = BLOCK_BYT
             digests += of_file
         objects.put(DIGESTS_FILE, content := b"".join(digests))
         digest = digest_of_block(content).hex()
-        manifest = _StoreManifest(format=1, name=store.folder.name, block_bytes=block_bytes, digests=digest, files=sizes)
+        manifest = _StoreManifest(
+            format=1, name=store.folder.name, block_bytes=block_bytes, digests=digest, files=sizes
+        )
         if not objects.put_new(MANIFEST_FILE, json.dumps(asdict(manifest), indent=2).encode()):
             raise ConfigError(taken)
 
