@@ -160,10 +160,14 @@ def read_in_thread(read: ReadRows, rows: range) -> Iterator[RowChunk]:
 
     Thread(target=fill, daemon=True, name="reads ahead").start()
     try:
-        while (chunk := found.get()) is not None:
+        for number in count(1):
+            chunk = found.get()
             if isinstance(chunk, Exception):
                 raise chunk
-            room.release()
+            if chunk is None:
+                return
+            if number % (BATCHES_AHEAD // 2) == 0:  # the thread wakes up rarely
+                room.release(BATCHES_AHEAD // 2)
             yield chunk
     finally:
         is_closed.set()

@@ -13,8 +13,8 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from hashlib import blake2b
+from functools import cache
+from hashlib import sha256
 from itertools import accumulate
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -39,14 +39,14 @@ _BLOCKS_AT_ONCE = 32
 
 def digest_of_block(content: bytes | memoryview) -> bytes:
     """Returns the digest that names a block."""
-    return blake2b(content, digest_size=DIGEST_BYTES).digest()
+    return sha256(content).digest()[:DIGEST_BYTES]  # processors have instructions for it
 
 
 class BlockCache:
     """Blocks in a local folder, at most `limit_bytes` of them if none is larger than BLOCK_BYTES."""
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
-        self._folder = folder
+        self._folder = str(folder)  # joining paths takes longer than looking for a file
         self._blocks_of_set = limit_bytes // (SETS * BLOCK_BYTES)
         assert self._blocks_of_set, "a set must hold a block"
 
@@ -76,7 +76,7 @@ class BlockCache:
 
     def put(self, digest: bytes, content: bytes) -> None:
         """Adds a block, after removing others if its set is full; only warns if the disk cannot hold it."""
-        path = self._path(digest)
+        path = Path(self._path(digest))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with locked(path.parent.with_suffix(".lock")):
@@ -94,9 +94,9 @@ class BlockCache:
             for name in oldest[: excess + self._blocks_of_set // 16]:  # several, to sort them rarely
                 (folder / name).unlink()
 
-    def _path(self, digest: bytes) -> Path:
+    def _path(self, digest: bytes) -> str:
         name = digest.hex()
-        return self._folder / name[:2] / name
+        return f"{self._folder}/{name[:2]}/{name}"
 
 
 @cache
@@ -105,7 +105,7 @@ def _warn_once(text: str) -> None:
 
 
 class BlockArray:
-    """Numbers in an object, as one array that is read in slices. ConfigError if blocks cannot be fetched."""
+    """Numbers in an object, as one array that one thread reads in slices. ConfigError if a block cannot be fetched."""
 
     def __init__(
         self, objects: ObjectStore, *, name: str, size: int, digests: np.ndarray, block_bytes: int, cache: BlockCache,
@@ -120,8 +120,9 @@ class BlockArray:
         self._per_block = block_bytes // self.dtype.itemsize
         self._cache = cache
         self._verified = np.zeros(len(digests), dtype=bool)
-        """Blocks that this process has seen to be right."""
-        self._open = lru_cache(_OPEN_BLOCKS)(self._read)
+        """Blocks that were seen to be right."""
+        self._mapped: dict[int, np.ndarray] = {}
+        """Numbers of the blocks that were read last, in this order."""
 
     def __len__(self) -> int:
         return self._size // self.dtype.itemsize
@@ -130,22 +131,30 @@ class BlockArray:
         start, stop, _ = positions.indices(len(self))
         if start >= stop:
             return np.empty(0, dtype=self.dtype)
-        first, last = start // self._per_block, (stop - 1) // self._per_block
+        size = self._per_block
+        first, last = start // size, (stop - 1) // size
         if first == last:  # most rows
-            return self._open(first)[start - first * self._per_block : stop - first * self._per_block]
+            return self._open(first)[start - first * size : stop - first * size]
         self.load([(start, stop)])
-        blocks = np.concatenate([self._open(block) for block in range(first, last + 1)])
-        return blocks[start - first * self._per_block :][: stop - start]
+        blocks = range(first, last + 1)
+        return np.concatenate([self._open(each)[max(0, start - each * size) : stop - each * size] for each in blocks])
 
     def load(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Fetches at once the blocks of several slices [start, stop) that are not in the cache."""
-        blocks = {block for start, stop in bounds for block in range(start // self._per_block, self._end_block(stop))}
-        missing = [block for block in sorted(blocks) if not self._cache.holds(self._digest(block))]
+        size = self._per_block
+        blocks = {block for start, stop in bounds for block in range(start // size, (stop - 1) // size + 1)}
+        unmapped = sorted(blocks - self._mapped.keys())
+        missing = [block for block in unmapped if not self._cache.holds(self._digest(block))]
         for first in range(0, len(missing), _BLOCKS_AT_ONCE):
             self._fetch(missing[first : first + _BLOCKS_AT_ONCE])
 
-    def _end_block(self, stop: int) -> int:
-        return -(-stop // self._per_block)
+    def _open(self, block: int) -> np.ndarray:
+        if (numbers := self._mapped.pop(block, None)) is None:
+            numbers = self._read(block)
+            if len(self._mapped) == _OPEN_BLOCKS:
+                del self._mapped[next(iter(self._mapped))]
+        self._mapped[block] = numbers
+        return numbers
 
     def _digest(self, block: int) -> bytes:
         return self._digests[block].tobytes()
