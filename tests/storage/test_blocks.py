@@ -95,8 +95,8 @@ def test_the_block_that_was_opened_least_recently_is_removed(tmp_path):
     first, second, third = map(digest_of_block, of_set)
     cache.put(first, of_set[0])
     cache.put(second, of_set[1])
-    for path in cached(tmp_path):
-        os.utime(path, (1, 1))
+    for seconds, digest in enumerate((first, second), start=1):
+        os.utime(tmp_path / "00" / digest.hex(), (seconds, seconds))
     assert cache.find(first, verifies=True) is not None
     cache.put(third, of_set[2])
     assert [cache.holds(each) for each in (first, second, third)] == [True, False, True]
