@@ -49,7 +49,7 @@ STEPS = {
     "optimizer in another case": Step("./run_train.sh --optimizer.name=adamw", 'did you mean "AdamW"?', 2),
     "flavor in another case": Step("./run_train.sh --model.flavor=8b", 'did you mean "8B"?', 2),
     "flavor on ranks": Step("NGPU=4 ./run_train.sh --model.flavor=8b", 'did you mean "8B"?', 2),
-    "unknown model": Step("./run_train.sh --model.name=gpt2", "known: apertus, deepseek_v3", 2),
+    "unknown model": Step("./run_train.sh --model.name=rwkv", "known: apertus, deepseek_v3", 2),
     "pipeline schedule": Step("./run_train.sh --parallelism.pipeline_parallel_schedule=1f1b", '"1F1B"?', 2),
     "config": Step("./run_train.sh --config small.toml", "did you mean job.config_file?", 2),
     "a file": Step("./run_train.sh small.toml --dry-run", "n_layers = 1", needs_torch=True),

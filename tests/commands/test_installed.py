@@ -137,7 +137,7 @@ def test_every_command_says_what_it_does(installed: Installed) -> None:
         (["train", "x" * 300], 'command line: "xxx'),
         (["convert"], "torchtitan_clone convert: no such command; did you mean convert "),
         (["train", "llama3_8b", "--optimizer.lr=-1"], "optimizer.lr = -1.0: must be above 0"),
-        (["train", "--model.name=gpt2"], 'model.name = "gpt2": no such model'),
+        (["train", "--model.name=rwkv"], 'model.name = "rwkv": no such model'),
     ],
 )
 def test_what_is_wrong_is_one_line(installed: Installed, words: list[str], complaint: str) -> None:

@@ -30,6 +30,7 @@ from torchtitan_clone.hub.formats import format_of
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.apertus import ApertusArgs
 from torchtitan_clone.models.gemma3 import Gemma3Args
+from torchtitan_clone.models.gpt2 import GPT2Args
 from torchtitan_clone.models.granite import GraniteArgs
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.mistral import Ministral3Args, MistralArgs
@@ -66,6 +67,7 @@ SMALL = {
     "gemma3": Gemma3Args(**{**SIZES, "n_layers": 6}, head_dim=32, window=13, query_size=48, rope_scaling=LINEAR),
     "apertus": ApertusArgs(**SIZES, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=32)),
     "minimax_m2": replace(MINIMAX, **without(SIZES, "hidden_dim"), **PARTLY, moe=replace(MINIMAX.moe, hidden_dim=24)),
+    "gpt2": GPT2Args(**without(SIZES, "n_kv_heads")),
 }
 """A small model of each family that is composed of parts of others, by its name."""
 LLAMA3 = Llama3Args(**without(SIZES, "hidden_dim"), multiple_of=16, rope_theta=1e4)
@@ -91,6 +93,7 @@ VARIANTS = {
         "glm4_moe",
         replace(SMALL["glm4_moe"], attention_bias=False, qk_norm=False, rotary_dim=32),
     ),
+    "gpt2, exact, not tied": ("gpt2", replace(SMALL["gpt2"], gelu_approximation="none", tied_embeddings=False)),
     "gemma3, all full, not scaled": (
         "gemma3",
         replace(SMALL["gemma3"], layer_types=["full"], rope_scaling=None, tied_embeddings=False),
@@ -124,6 +127,8 @@ SIZES_PUBLISHED = {
     ("gemma3", "270M"): 268_098_176, ("gemma3", "1B"): 999_885_952, ("gemma3", "4B"): 3_880_263_168,
     ("gemma3", "12B"): 11_766_034_176, ("gemma3", "27B"): 27_009_346_304, ("apertus", "8B"): 8_053_338_240,
     ("apertus", "70B"): 70_599_864_640,
+    ("gpt2", "124M"): 124_439_808, ("gpt2", "355M"): 354_823_168, ("gpt2", "774M"): 774_030_080,
+    ("gpt2", "1.5B"): 1_557_611_200,
     ("glm4_moe", "355B-A32B"): 358_337_791_296, ("minimax_m2", "230B-A10B"): 228_689_764_864,
     ("llama3", "1B"): 1_235_814_400, ("llama3", "3B"): 3_212_749_824, ("llama3", "8B"): 8_030_261_248,
     ("llama3", "70B"): 70_553_706_496, ("llama3", "405B"): 405_853_388_800, ("qwen3", "0.6B"): 596_049_920,

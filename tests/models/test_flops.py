@@ -18,6 +18,16 @@ def test_flops_count_heads_of_their_own_size():
     assert flops == 6 * size + 12 * 3 * 4 * 32 * 128
 
 
+def test_flops_do_not_count_learned_positions():
+    spec = MODELS["gpt2"]
+    few, many = (replace(spec.flavors["debugmodel"], max_seq_len=count) for count in (128, 4096))
+    found = [
+        spec.flops_per_token(args, parameters=spec.state_on_meta(args), seq_len=128, frozen_layers=0)
+        for args in (few, many)
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("frozen_layers", [1, 3])
 def test_flops_of_frozen_blocks_are_a_third(frozen_layers):
     spec = MODELS["llama3"]

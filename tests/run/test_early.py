@@ -84,7 +84,7 @@ FLAVOR = "error: model.flavor = "
             f'{FLAVOR}"8b": no such flavor of llama3 (did you mean "8B"?); known: debugmodel, 1B, ',
         ),
         (["--model.name=Llama3"], 'error: model.name = "Llama3": no such model (did you mean "llama3"?); known: '),
-        (["--model.name=gpt2"], 'error: model.name = "gpt2": no such model; known: '),
+        (["--model.name=rwkv"], 'error: model.name = "rwkv": no such model; known: '),
         (
             ["--model.name=qwen3", "--model.flavor=30b-a3b"],
             f'{FLAVOR}"30b-a3b": no such flavor of qwen3 (did you mean "30B-A3B"?); known: ',

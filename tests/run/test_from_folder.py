@@ -202,7 +202,7 @@ def test_another_vocabulary_is_the_same_on_every_mesh(corpus, tmp_path, rows, ti
 @pytest.mark.parametrize(
     ("changes", "damage", "message"),
     [
-        ({}, {"model_type": "gpt2"}, "model_type = 'gpt2': no family has this type; known families: llama3"),
+        ({}, {"model_type": "gptj"}, "model_type = 'gptj': no family has this type; known families: llama3"),
         ({}, {"norm_position": 1}, "norm_position = 1: qwen2 has no such key"),
         ({}, None, "there is no config.json in it"),
         ({"model__args__dim": 128}, {}, "model.args.dim is 128, but config.json asks for 64"),

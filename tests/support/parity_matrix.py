@@ -110,6 +110,10 @@ COMPOSED: dict[str, dict[str, object]] = {
     },
     # A size with which the gradient of no scalar is near zero by chance.
     "apertus": {"model__name": "apertus", **_COMPOSED, "model__args__hidden_dim": 192},
+    "gpt2": {
+        "model__name": "gpt2", "model__args__multiple_of": None, "model__args__n_kv_heads": None,
+        "model__args__tied_embeddings": False, **_FROM_ZERO,
+    },
     "glm4_moe": {"model__name": "glm4_moe", **_COMPOSED, **_PARTLY, **_FROM_ZERO},
     "minimax_m2": {"model__name": "minimax_m2", **_COMPOSED, **_PARTLY, "model__args__hidden_dim": None},
     # Documents longer than the length from which queries grow.
@@ -358,6 +362,7 @@ def composed_cases() -> dict[str, Case]:
                 cases[f"{axes[0]}, {family} experts over 2"] = axes_case(axes, **model, **{EXPERT: 2})
     for family in ("ministral3", "mistral4"):
         cases[f"shard x tensor, {family}"] = axes_case(("shard", "tensor"), **COMPOSED[family])
+    cases["shard x tensor, gpt2 tied"] = axes_case(("shard", "tensor"), **COMPOSED["gpt2"] | FEATURES["tied"])
     cases["tensor, glm4_moe predicting"] = axes_case(("tensor",), **COMPOSED["glm4_moe"], model__args__mtp_depth=1)
     return cases
 
@@ -493,7 +498,7 @@ QUICK = (
     "tensor, prediction", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3", "tensor, gpt_oss full ac",
     "tensor, qwen2", "context, smollm3", "pipeline, granite", "tensor, gemma3", "tensor, apertus", "context, glm4_moe",
-    "tensor, minimax_m2",
+    "tensor, minimax_m2", "tensor, gpt2", "context, gpt2",
     "shard 3, muon", "replicate x shard, muon", "tensor, muon", "shard x tensor, experts over 2, muon",
     "tensor, prediction, z-loss", "pipeline, z-loss", "tensor, muP",
     "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked", "tensor x context, experts over 2, forced",

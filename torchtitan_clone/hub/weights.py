@@ -172,11 +172,11 @@ def open_initial_weights(
     folder = open_weight_folder(path)
     hub = format_of(spec).of_folder(folder.entries)
     prefix = hub.prefix(folder.config)
-    silent = _MAY_DIFFER_SILENTLY | ({"vocab_size"} if resize else set())
+    silent = (set() if model_args.learns_positions else _MAY_DIFFER_SILENTLY) | ({"vocab_size"} if resize else set())
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args, chosen=chosen, silent=silent)
     slices = hub.map_state(state, args=model_args, prefix=prefix)
     if not problems and model_args.tied_embeddings:
-        problems = _compare_tied(folder, prefix=prefix)
+        problems = _compare_tied(folder, slices["tok_embeddings.weight"][0].source, f"{prefix}lm_head.weight")
     if resize:
         names = {part.source for name in _OF_VOCABULARY for part in slices.get(name, ())}
         folder, resized = folder.with_rows(names, count=model_args.vocab_size)
@@ -216,9 +216,8 @@ def _compare_arguments(
     return problems, warnings
 
 
-def _compare_tied(folder: WeightFolder, *, prefix: str) -> list[str]:
+def _compare_tied(folder: WeightFolder, *names: str) -> list[str]:
     """Returns a problem if a tied model has an output weight of its own; transformers would then untie it."""
-    names = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
     if names[1] not in folder.entries or folder.has_equal_values(*names):
         return []
     rule = f"tie_word_embeddings = true in {CONFIG_FILE}, but {names[1]} differs from {names[0]}"

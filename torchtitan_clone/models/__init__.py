@@ -53,6 +53,7 @@ MODELS = Families(
         "minimax_m2": "torchtitan_clone.models.minimax_m2:SPEC",
         "gemma3": "torchtitan_clone.models.gemma3:SPEC",
         "apertus": "torchtitan_clone.models.apertus:SPEC",
+        "gpt2": "torchtitan_clone.models.gpt2:SPEC",
     }
 )
 """Families by the value of `model.name`, to which a program may add a ModelSpec of its own."""

@@ -31,6 +31,7 @@ class AttentionOptions(TypedDict, total=False):
     qk_norm_eps: float | None
     norm_all_heads: bool
     bias: bool
+    output_bias: bool
     score_scale: float
 
 

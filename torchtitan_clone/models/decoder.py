@@ -27,7 +27,6 @@ LossFn = Callable[..., Tensor]
 Batches with groups pass them too [B, T]; `later=True` comes with targets later than the next token.
 """
 
-
 Width = Annotated[int, Range(1, 2**20)]
 Layers = Annotated[int, Range(1, 1024)]
 Heads = Annotated[int, Range(1, 2**16)]
@@ -56,6 +55,8 @@ class ModelArgs:
     mup_base_head_dim: Annotated[int, Range(0, 2**20)] = 0
     """Size of the heads at that width; 0: that of the heads here."""
     has_mup: ClassVar[bool] = False
+    learns_positions: ClassVar[bool] = False
+    """Whether a vector for each of `max_seq_len` positions is added to the embeddings."""
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
     @property
@@ -194,7 +195,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.auxiliary: Mapping[str, float] = auxiliary or {}
-        self.tok_embeddings = Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = Embedding(args.vocab_size, args.dim, positions=args.max_seq_len * args.learns_positions)
         self.attention_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(i): build_block(args, i) for i in range(args.n_layers + args.mtp_depth)})
         self.norm = args.norm_class(args.dim, eps=args.norm_eps)
@@ -243,7 +244,7 @@ class Decoder(nn.Module):
         """
         ropes = [rotary(positions_BT) for rotary in self.rotary]
         later_BKT = [] if mtp_targets_BKT is None else list(mtp_targets_BKT.unbind(1))
-        h_BTD, *embedded = self._embed(tokens_BT, targets_BT, later_BKT)
+        h_BTD, *embedded = self._embed(tokens_BT, positions_BT, targets_BT, later_BKT)
         masks = [
             self.attention_mask(documents_BT, positions_BT, window=w, chunk=c, recurrent=recurrent, dtype=h_BTD.dtype)
             for w, c, recurrent in self._limits
@@ -269,7 +270,9 @@ class Decoder(nn.Module):
             return out
         return torch.cat((out.view(-1), sums_A[len(embedded) :]))
 
-    def _embed(self, tokens_BT: Tensor, targets_BT: Tensor | None, later_BKT: list[Tensor]) -> Sequence[Tensor]:
+    def _embed(
+        self, tokens_BT: Tensor, positions_BT: Tensor, targets_BT: Tensor | None, later_BKT: list[Tensor]
+    ) -> Sequence[Tensor]:
         """Returns the embeddings of the tokens and of those that each depth reads, or the same of the stage before."""
         if self.tok_embeddings is None:
             return tokens_BT.chunk(1 + len(later_BKT)) if later_BKT else [tokens_BT]
@@ -279,7 +282,7 @@ class Decoder(nn.Module):
             # In one call, for which FSDP gathers the weight. Where a document ends, token 0 stands for the next one:
             # what reads it has no target.
             tokens = torch.cat((tokens_BT, targets_BT, *later_BKT[:-1])).clamp_min(0)
-        out = self.tok_embeddings(tokens)
+        out = self.tok_embeddings(tokens, positions_BT=positions_BT)
         if (scale := self.args.scales()[0]) != 1.0:
             out = out * out.new_full((), scale)
         return out.chunk(1 + len(later_BKT)) if later_BKT else [out]

@@ -47,6 +47,11 @@ def _feed_forward_styles(name: str) -> dict[str, ParallelStyle]:
     return {name: ColwiseGather("w1", "w3"), f"{name}.w2": RowwiseScatter()}
 
 
+def learned_position_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for an embedding with learned positions, of which a rank adds those of its own tokens."""
+    return {"tok_embeddings": VocabularySharded(), "tok_embeddings.positions": OwnPositions()}
+
+
 def qk_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms of queries and keys, whose gradients are summed over the axis: a rank has some heads."""
     return {"layers.*.attention.q_norm": REPLICATED, "layers.*.attention.k_norm": REPLICATED}
@@ -196,6 +201,30 @@ class RowwiseScatter(ModuleStyle, ParallelStyle):
 
 def _sum_and_shard(_module: nn.Module, out_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
     return sum_and_shard_tokens(out_BTD, mesh)
+
+
+class VocabularySharded(ModuleStyle, ParallelStyle):
+    """Shards an embedding by tokens of the vocabulary; each rank computes a part of the sum of all."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        distribute_parameters(module, device_mesh, lambda _: Shard(0))
+        module.register_forward_pre_hook(
+            lambda _module, args: (DTensor.from_local(args[0], device_mesh, [Replicate()], run_check=False), *args[1:])
+        )
+        return module
+
+
+class OwnPositions(ModuleStyle, ParallelStyle):
+    """Sums the embeddings of the ranks, shards them by tokens, and adds the positions of a rank's tokens."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def shard(_module: nn.Module, args: tuple[DTensor, Tensor]) -> tuple[Tensor, Tensor]:
+            x_BTD, positions_BT = args
+            own_BT = positions_BT.chunk(device_mesh.size(), dim=1)[device_mesh.get_local_rank()]
+            return x_BTD.redistribute(placements=[Shard(1)]).to_local(), own_BT
+
+        module.register_forward_pre_hook(shard)
+        return REPLICATED.apply(module, device_mesh)
 
 
 class Averaged(ModuleStyle, ParallelStyle):

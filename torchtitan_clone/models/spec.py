@@ -73,10 +73,10 @@ InitialValues = float | Constant | Callable[[Tensor], Tensor] | None
 
 def initial_std(args: ModelArgs, name: str) -> float | None:
     """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
-    if "norm" in name:
-        return None
     if "bias" in name:
         return 0.0
+    if "norm" in name:
+        return None
     if name == "output.weight":
         return args.dim**-0.5
     if name == "tok_embeddings.weight":
@@ -150,6 +150,7 @@ class ModelSpec:
         others = sum(parameter.numel() for name, parameter in parameters.items() if not name.startswith("layers."))
         embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
         # Backward costs twice the forward.
+        embedding += args.max_seq_len * args.dim if args.learns_positions else 0
         again = args.mtp_depth * args.vocab_size * args.dim  # the output projection, in multi-token prediction
         return 6.0 * (others - embedding + again) + sum(layers) - sum(layers[:frozen_layers]) * 2 / 3
 

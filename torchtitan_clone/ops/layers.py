@@ -1,11 +1,11 @@
-"""The layers that all decoders share: linear layers, SwiGLU, RMSNorm and embedding.
+"""The layers that all decoders share: linear layers, feed-forwards, norms and embedding.
 
 On a CPU their functions of autograd keep and pass over less memory than torch's. Of a weight that is a DTensor each
 rank computes with its shard, if the input is a plain tensor.
 Legend: B batch, T tokens, D features or model, N rows or heads, H head dim, I input and O output features.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.kernels import CPU, CpuKernels
-from torchtitan_clone.ops.weight_use import GATED, LAST, WeightUses
+from torchtitan_clone.ops.weight_use import GATED, LAST, WeightUse, WeightUses
 from torchtitan_clone.torch_compat import is_fake, simulates_gpu
 
 
@@ -171,6 +171,25 @@ class GeGLU(SwiGLU):
         return self.w2(F.gelu(self.w1(x_BTD), approximate="tanh") * self.w3(x_BTD))
 
 
+GELUApproximation = Literal["none", "tanh"]
+"""As in torch.nn.functional.gelu()."""
+
+
+class GELUFeedForward(nn.Module):
+    """w2(gelu(w1 x)). Source: arXiv 1606.08415."""
+
+    WEIGHT_USES: ClassVar[WeightUses] = {"w1.weight": WeightUse(saved=2.0), "w2.weight": LAST}
+
+    def __init__(self, *, dim: int, hidden_dim: int, bias: bool, approximate: GELUApproximation):
+        super().__init__()
+        self.approximate = approximate
+        self.w1 = Linear(dim, hidden_dim, bias=bias)
+        self.w2 = Linear(hidden_dim, dim, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x_BTD), approximate=self.approximate))
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -230,6 +249,16 @@ class ZeroCenteredRMSNorm(RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
 
 
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm; of plain tensors also with a weight and a bias that are DTensors. Source: arXiv 1607.06450."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if isinstance(input, DTensor):
+            return super().forward(input)
+        weight, bias = (None if x is None else local_with_partial_grad(x) for x in (self.weight, self.bias))
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+
+
 class MeanSquare(nn.Module):
     """Mean square of the features of all heads, [B, T, 1, 1] in fp32; tensor parallelism averages over the ranks."""
 
@@ -250,15 +279,40 @@ class RMSNormOfHeads(nn.RMSNorm):
         return (x.float() * (self.mean_square(x) + self.eps).rsqrt() * weight_NH).type_as(x)
 
 
-class Embedding(nn.Embedding):
-    """Looks up in float32 where a CPU trains in bfloat16, with the same results.
+def look_up(index: Tensor, weight_ND: Tensor) -> Tensor:
+    """Returns rows of the weight [*, D]; in float32 where a CPU trains in bfloat16, with the same results.
 
-    torch's backward adds the gradient of one token after another to a total in the weight's type there, in which the
-    gradients of frequent tokens are lost.
+    torch's backward adds the gradient of one row after another to a total in the weight's type there, in which the
+    gradients of frequent rows are lost.
     """
+    if weight_ND.dtype != torch.bfloat16 or weight_ND.device.type != "cpu" or is_fake(weight_ND):
+        return F.embedding(index, weight_ND)
+    return F.embedding(index, weight_ND.float()).to(weight_ND.dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or is_fake(weight):
-            return super().forward(input)
-        return F.embedding(input, weight.float()).to(weight.dtype)
+
+class LearnedPositions(nn.Module):
+    """Adds a vector to each token by its position."""
+
+    def __init__(self, count: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, dim))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x_BTD: Tensor, positions_BT: Tensor) -> Tensor:
+        return x_BTD + look_up(positions_BT, local_with_partial_grad(self.weight))
+
+
+class Embedding(nn.Embedding):
+    """Vectors of tokens, with learned positions if there are any."""
+
+    def __init__(self, num_tokens: int, dim: int, *, positions: int = 0):
+        super().__init__(num_tokens, dim)
+        self.positions = LearnedPositions(positions, dim) if positions else None
+
+    def forward(self, input: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        """Returns [B, T, D]; the positions are read if they are learned."""
+        out = look_up(input, self.weight)
+        if self.positions is None:
+            return out
+        assert positions_BT is not None
+        return self.positions(out, positions_BT)

@@ -110,11 +110,14 @@ def _weights_of(plan: RunPlan, *, rank: int) -> _StageWeights:
     layers = {layer: counts[id(layer)] for layer in work.kinds if counts[id(layer)]}
     end = fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)
     ends = sum(name == "output" or (name == "tok_embeddings" and not args.tied_embeddings) for name in modules)
-    groups = [(sharded_groups(layer, degrees=degrees), count) for layer, count in layers.items()] + [([end], ends)]
+    positions = fsdp_group(args.max_seq_len * args.dim * args.learns_positions, degrees=degrees)
+    groups = [(sharded_groups(layer, degrees=degrees), count) for layer, count in layers.items()]
+    groups += [([end], ends), ([positions], "tok_embeddings" in modules)]
     complete = sum(count * group.elements for each, count in groups for group in each)
     together = blocks_together(plan, layers=sum(layers.values()) // len(plan.stages.of_rank(rank)))
     blocks = [
-        [group.elements * (ceil(together) if group.axis == "fsdp" else 1) for group in each] for each, _ in groups[:-1]
+        [group.elements * (ceil(together) if group.axis == "fsdp" else 1) for group in each]
+        for each, _ in groups[: len(layers)]
     ]
     largest = max(map(sum, blocks), default=0.0)
     shards = sum(count * group.elements / group.axis_size for each, count in groups for group in each)
