@@ -1,13 +1,11 @@
 """Reads checkpoints of torch.distributed.checkpoint (DCP) tensor by tensor, and executes nothing of them.
 
 .metadata       a pickle: shape and chunks of each tensor, and the record of each chunk and of each other value
-__0_0.distcp    records one after another, each a zip archive of torch.save: data.pkl, a pickle, and data/0, the values
+__0_0.distcp    records one after another, each an archive of torch.save, see torch_archive.py
 """
 
 import os
-import struct
-import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from itertools import pairwise
@@ -20,20 +18,15 @@ from torch import Tensor
 
 from torchtitan_clone.checkpoint.folder import CorruptCheckpointError
 from torchtitan_clone.checkpoint.format import MAX_INDEX_BYTES, SavedTensor, check_parts, is_inside
-from torchtitan_clone.checkpoint.plain_pickle import Built, External, Name, parse_pickle
+from torchtitan_clone.checkpoint.plain_pickle import Built, Name, parse_pickle
 from torchtitan_clone.checkpoint.tensor_file import is_shape
+from torchtitan_clone.checkpoint.torch_archive import TorchArchive
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, escape, is_plain_name, open_regular, read_regular, shorten
 from torchtitan_clone.ops.dtensor_shards import DTYPES, TensorShard
 
 METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
-_STORAGE_DTYPES = {
-    "torch.DoubleStorage": torch.float64, "torch.FloatStorage": torch.float32, "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16, "torch.LongStorage": torch.int64, "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16, "torch.CharStorage": torch.int8, "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-}  # fmt: skip
 _METADATA_NAMES = {
     *((_METADATA, name) for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -43,12 +36,7 @@ _METADATA_NAMES = {
     ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
     *(("torch", name.removeprefix("torch.")) for name in DTYPES),
 }  # fmt: skip
-_RECORD_NAMES = {
-    ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"),
-    *(("torch", name.removeprefix("torch.")) for name in _STORAGE_DTYPES),
-}  # fmt: skip
-"""All that pickles of DCP may name, as pairs of module and name."""
-_ZIP_ERRORS = (zipfile.BadZipFile, EOFError, KeyError, NotImplementedError, RuntimeError, ValueError, struct.error)
+"""All that the pickle of metadata may name, as pairs of module and name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +88,7 @@ class DcpCheckpoint:
         """Returns a value that is a number, or several; DocumentError if there is no such value."""
         if name not in self.values or (record := self._records.get((name, None))) is None:
             raise self._damage(f"has no value {name}")
-        value = _Archive(self.folder, record, name=name).value
+        value = self._archive(record, name=name).value
         numbers = tuple(value) if isinstance(value, tuple | list) else (value,)
         if any(type(each) not in (int, float) for each in numbers):
             raise DocumentError(f"{self.folder / record.file}: {escape(name)} is no number; save the checkpoint again")
@@ -108,22 +96,19 @@ class DcpCheckpoint:
 
     def _read_shard(self, name: str, shard: TensorShard) -> Tensor:
         record = self._records[name, shard.offset]
-        archive = _Archive(self.folder, record, name=name)
-        match archive.value:
-            case Built(
-                name="torch._utils._rebuild_tensor_v2",
-                args=(
-                    External(key=("storage", Name(text=storage), str(key), _, int())), int(first), tuple(size),
-                    tuple(stride), bool(), Built(),
-                ),
-            ) if size == shard.size and _STORAGE_DTYPES.get(storage) == shard.dtype:  # fmt: skip
-                values = archive.storage(key, dtype=shard.dtype)
-                if _fits(values, first, size=shard.size, stride=stride):
-                    return values.as_strided(shard.size, stride, first)
-            case _:
-                pass
+        archive = self._archive(record, name=name)
+        stored = archive.as_tensor(archive.value)
+        if stored is not None and (stored.shape, stored.dtype) == (shard.size, shard.dtype):
+            return archive.read(stored)
         what = f"{escape(name)} is not the tensor of {str(shard.dtype)[6:]} {list(shard.size)}"
         raise DocumentError(f"{self.folder / record.file}: {what} that {METADATA_FILE} says; copy the checkpoint again")
+
+    def _archive(self, record: _Extent, *, name: str) -> TorchArchive:
+        """Returns what a record of a tensor or of another value holds."""
+        with BufferedReader(open_regular(self.folder / record.file)) as file:
+            file.seek(record.begin)
+            content = file.read(record.length)
+        return TorchArchive(BytesIO(content), size=len(content), where=f"{self.folder / record.file}: {shorten(name)}")
 
     def _damage(self, what: str) -> DocumentError:
         return DocumentError(f"{self._where}: {escape(what)}; copy the checkpoint again")
@@ -208,48 +193,3 @@ def _check_files(folder: Path, records: Iterable[_Extent]) -> None:
             raise DocumentError(f"{path}: has {size:,} bytes, and {METADATA_FILE} says {end:,}; copy it again")
         if any(before[1] > after[0] for before, after in pairwise(spans)):
             raise DocumentError(f"{folder / METADATA_FILE}: records in {file} overlap; copy the checkpoint again")
-
-
-def _fits(values: Tensor, first: int, *, size: Sequence[int], stride: Sequence[object]) -> bool:
-    """Whether a view of values is inside of them."""
-    steps = [each for each in stride if type(each) is int and each >= 0]
-    if first < 0 or not len(steps) == len(stride) == len(size):
-        return False
-    return first + sum((n - 1) * step for n, step in zip(size, steps, strict=True)) < values.numel()
-
-
-class _Archive:
-    """What torch.save wrote in a record: a value, and storages of tensors in it."""
-
-    def __init__(self, folder: Path, record: _Extent, *, name: str) -> None:
-        self._where = f"{folder / record.file}: {shorten(name)}"
-        with BufferedReader(open_regular(folder / record.file)) as file:
-            file.seek(record.begin)
-            content = file.read(record.length)
-        try:
-            self._zip = zipfile.ZipFile(BytesIO(content))
-            (described,) = (each for each in self._zip.namelist() if each.endswith("/data.pkl"))
-        except _ZIP_ERRORS:
-            raise self._damage("is no archive of torch.save") from None
-        self._root = described.removesuffix("data.pkl")
-        self._length = len(content)
-        self.value = parse_pickle(self._member("data.pkl"), where=self._where, names=_RECORD_NAMES)
-
-    def storage(self, key: str, *, dtype: torch.dtype) -> Tensor:
-        """Returns the values of a storage [numel]."""
-        content = self._member(f"data/{key}")
-        if self._member("byteorder") != b"little" or not content or len(content) % dtype.itemsize:
-            raise self._damage(f"is not made of values of {str(dtype)[6:]} with the lowest byte first")
-        return torch.frombuffer(bytearray(content), dtype=dtype)
-
-    def _member(self, name: str) -> bytes:
-        try:
-            info = self._zip.getinfo(self._root + name)
-            if info.compress_type == zipfile.ZIP_STORED and info.file_size <= self._length:
-                return self._zip.read(info)
-        except _ZIP_ERRORS:
-            pass
-        raise self._damage(f"has no intact {shorten(name)}")
-
-    def _damage(self, what: str) -> DocumentError:
-        return DocumentError(f"{self._where} {what}; copy the checkpoint again")

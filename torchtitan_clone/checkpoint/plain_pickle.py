@@ -1,7 +1,7 @@
 """Reads pickles of torch as plain data: what one names is neither imported nor called.
 
 A pickle is a program for a machine with a stack. Only instructions that build data are carried out here, and objects
-become `Built`: the name of their class, which must be in a list, with arguments and state.
+become `Built`: the name of their class, which must be in a list, with arguments and state. An OrderedDict is a dict.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -33,6 +33,9 @@ class External:
     """What stands for data outside of the pickle, such as the values of a tensor."""
 
     key: object
+
+
+_TABLE = "collections.OrderedDict"
 
 
 class _Refused(Exception):
@@ -124,10 +127,13 @@ class _StackMachine:
         args, called = self.pop(), self.pop()
         if not isinstance(called, Name) or not isinstance(args, tuple):
             raise _Refused("calls what it does not name")
-        self._stack.append(Built(called.text, args))
+        is_table = (called.text, args) == (_TABLE, ())
+        self._stack.append({} if is_table else Built(called.text, args))
 
     def set_state(self, _: object) -> None:
         state, built = self.pop(), self._stack[-1]
+        if type(built) is dict:  # attributes of a state dict, such as versions of its modules
+            return
         if not isinstance(built, Built):
             raise _Refused("sets the state of what it did not build")
         built.state = state

@@ -27,6 +27,7 @@ SUMMARIES = {
     "convert from_hf": "makes a checkpoint of a folder in the format of the Hugging Face hub",
     "convert to_hf": "makes such a folder of a checkpoint",
     "convert from_dcp": "makes a checkpoint of one that torchtitan has saved",
+    "convert from_nanogpt": "makes a checkpoint of a ckpt.pt of nanoGPT",
     "serve_check": "compares such a folder with what engines make of it",
     "convert tokenizer": "makes tokenizer.json of a model of SentencePiece",
     "average": "averages the weights of checkpoints",
@@ -80,5 +81,5 @@ def _run(name: str, words: list[str], *, program: str = "") -> int:
 
 
 def _help() -> str:
-    lines = "".join(f"  {name:<18}{text}\n" for name, text in SUMMARIES.items())
+    lines = "".join(f"  {name:<21}{text}\n" for name, text in SUMMARIES.items())
     return f"usage: torchtitan_clone COMMAND ...\n\n{lines}\ntorchtitan_clone COMMAND --help describes a command.\n"

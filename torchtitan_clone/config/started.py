@@ -23,6 +23,7 @@ SCRIPTS = {
     "convert from_hf": "scripts/convert_from_hf.py",
     "convert to_hf": "scripts/convert_to_hf.py",
     "convert from_dcp": "scripts/convert_from_dcp.py",
+    "convert from_nanogpt": "scripts/convert_from_nanogpt.py",
     "serve_check": "scripts/serve_check.py",
     "convert tokenizer": "scripts/convert_tokenizer.py",
     "average": "scripts/average_checkpoints.py",

@@ -7,11 +7,8 @@ train_state.step, train_state.ntokens_seen         progress; the latter counts t
 optimizer.param_groups, lr_scheduler, dataloader   not read: settings of the optimizer are compared with the run's
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +17,10 @@ from torchtitan_clone.checkpoint.dcp import DcpCheckpoint
 from torchtitan_clone.checkpoint.format import MODEL, OPTIMIZER
 from torchtitan_clone.checkpoint.progress import MAX_DIGITS, NOTHING_DONE, Progress
 from torchtitan_clone.config import Config, ConfigError
-from torchtitan_clone.config.schema_training import Optimizer
 from torchtitan_clone.config.started import as_started
-from torchtitan_clone.documents import Value, shorten
+from torchtitan_clone.documents import Value
+from torchtitan_clone.hub.foreign import ForeignCheckpoint, check_match, resolve_args, state_on_meta, unlike_settings
 from torchtitan_clone.models import find_model
-from torchtitan_clone.models.spec import ModelSpec
-from torchtitan_clone.optim.groups import resolve_groups
-from torchtitan_clone.optim.optimizers import OPTIMIZERS
 
 ROTATED = {"llama3": ("layers.*.attention.wq.weight", "layers.*.attention.wk.weight"), "qwen3": ()}
 """Families that can be read, and patterns of their weights whose rows torchtitan rotates in pairs of neighbors."""
@@ -36,16 +30,6 @@ _UNREAD = (_GROUPS, "lr_scheduler.", "dataloader.", "train_state.", _OUTPUT)
 """What no tensor here is made of: of models with tied embeddings also the output."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ForeignCheckpoint:
-    """Tensors by their names in checkpoints here, on the meta device, and how one is read."""
-
-    meta: Mapping[str, Tensor]
-    read: Callable[[str], Tensor]
-    progress: Progress
-    warnings: tuple[str, ...]
-
-
 def open_torchtitan(folder: Path, *, config: Config, model_only: bool = False) -> ForeignCheckpoint:
     """Opens a checkpoint that torchtitan has saved, for a run with this configuration.
 
@@ -53,9 +37,7 @@ def open_torchtitan(folder: Path, *, config: Config, model_only: bool = False) -
     run differ in tensors, DocumentError if a file is damaged or holds more than plain data.
     """
     if folder.is_file():
-        nano = (
-            "of a ckpt.pt of nanoGPT nothing is converted: no family here has GPT-2's LayerNorm and learned positions"
-        )
+        nano = as_started("a ckpt.pt of nanoGPT is converted by scripts/convert_from_nanogpt.py")
         raise ConfigError(f"{folder} is a file; give a step-N folder that torchtitan has saved; {nano}")
     spec = find_model(config.model)
     if spec.name not in ROTATED:
@@ -63,13 +45,16 @@ def open_torchtitan(folder: Path, *, config: Config, model_only: bool = False) -
         what = f'model.name = "{spec.name}": checkpoints of torchtitan are read for {known}'
         remedy = as_started("export the weights with its last_save_in_hf, and use scripts/convert_from_hf.py")
         raise ConfigError(f"{what}; {remedy}")
-    args = spec.resolve_args(config.model)
-    if problems := args.violations():
-        raise ConfigError(problems)
+    args = resolve_args(spec, config)
     saved = DcpCheckpoint(folder)
     model_only = model_only or not any(name.startswith(_STATE) for name in saved.tensors)
-    meta = _state_on_meta(spec, args, config=config, model_only=model_only)
-    _check_match(meta, saved=saved, model_only=model_only)
+    meta = state_on_meta(spec, args, config=config, model_only=model_only)
+    wanted = {_foreign_name(name): tensor.shape for name, tensor in meta.items()}
+    unread = (*_UNREAD, _STATE) if model_only else _UNREAD
+    found = {
+        name: tensor.shape for name, tensor in saved.tensors.items() if name in wanted or not name.startswith(unread)
+    }
+    check_match(wanted, found, source=folder, model_only=model_only)
     has_copy = args.tied_embeddings and _OUTPUT in saved.tensors
     if has_copy and not torch.equal(saved.read(_OUTPUT), saved.read("tok_embeddings.weight")):
         what = f"{folder}: {_OUTPUT} differs from the embedding, and model.args.tied_embeddings is true"
@@ -86,20 +71,8 @@ def open_torchtitan(folder: Path, *, config: Config, model_only: bool = False) -
         meta=meta,
         read=read,
         progress=NOTHING_DONE if model_only else _read_progress(saved),
-        warnings=() if model_only else tuple(_unlike_settings(saved, optimizer=config.optimizer)),
+        warnings=() if model_only else tuple(unlike_settings(_settings(saved), optimizer=config.optimizer)),
     )
-
-
-def _state_on_meta(spec: ModelSpec, args: Any, *, config: Config, model_only: bool) -> dict[str, Tensor]:
-    """Returns the tensors that a run would save, without values."""
-    with torch.device("meta"):
-        parameters = dict(spec.build(args).to(getattr(torch, config.training.dtype)).named_parameters())
-    state = {MODEL + name: parameter.detach() for name, parameter in parameters.items()}
-    for group in resolve_groups(config.optimizer, parameters=parameters) if not model_only else ():
-        for name, parameter in group.parameters.items():
-            states = OPTIMIZERS[group.settings.name].init_state(parameter.detach(), group.settings)
-            state |= {f"{OPTIMIZER}{name}/{key}": tensor.to("meta") for key, tensor in states.items()}
-    return state
 
 
 def _foreign_name(name: str) -> str:
@@ -107,26 +80,6 @@ def _foreign_name(name: str) -> str:
     if name.startswith(MODEL):
         return name.removeprefix(MODEL)
     return _STATE + name.removeprefix(OPTIMIZER).replace("/", ".")
-
-
-def _check_match(meta: Mapping[str, Tensor], *, saved: DcpCheckpoint, model_only: bool) -> None:
-    wanted = {_foreign_name(name): tensor for name, tensor in meta.items()}
-    unread = (*_UNREAD, _STATE) if model_only else _UNREAD
-    problems = {
-        "missing in the checkpoint": [name for name in wanted if name not in saved.tensors],
-        "only in the checkpoint": [
-            name for name in saved.tensors if name not in wanted and not name.startswith(unread)
-        ],
-        "different shape": [
-            f"{name} {[*saved.tensors[name].shape]} -> {[*tensor.shape]}"
-            for name, tensor in wanted.items()
-            if name in saved.tensors and saved.tensors[name].shape != tensor.shape
-        ],
-    }
-    if texts := [f"{kind}: {shorten(', '.join(names))}" for kind, names in problems.items() if names]:
-        tables = "[model]" if model_only else "[model] and [optimizer]"
-        what = f"{saved.folder} does not match {tables} of this configuration; {'; '.join(texts)}"
-        raise ConfigError(f"{what}. Set the options of the run that saved it")
 
 
 def _in_halves(rows: Tensor, *, head_dim: int) -> Tensor:
@@ -148,17 +101,8 @@ def _read_progress(saved: DcpCheckpoint) -> Progress:
     )
 
 
-def _unlike_settings(saved: DcpCheckpoint, *, optimizer: Optimizer) -> Iterator[str]:
-    """Yields a warning for each setting that the optimizer of the checkpoint had otherwise."""
-    ours = {
-        "initial_lr": {"lr": optimizer.lr},
-        "betas": {"beta1": optimizer.beta1, "beta2": optimizer.beta2},
-        "eps": {"eps": optimizer.eps},
-        "weight_decay": {"weight_decay": optimizer.weight_decay},
-    }
-    for setting, options in ours.items():
-        name = f"{_GROUPS}tok_embeddings.weight.{setting}"
-        theirs = saved.numbers(name) if name in saved.values else tuple(options.values())
-        for (option, value), their in zip(options.items(), theirs, strict=False):
-            if their != value:
-                yield f"optimizer.{option} = {value:g}, and the run that saved the checkpoint had {their:g}"
+def _settings(saved: DcpCheckpoint) -> dict[str, tuple[float, ...]]:
+    """Returns settings of the optimizer by torch's names."""
+    names = {"lr": "initial_lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+    stored = {ours: f"{_GROUPS}tok_embeddings.weight.{theirs}" for ours, theirs in names.items()}
+    return {ours: saved.numbers(name) for ours, name in stored.items() if name in saved.values}
