@@ -56,6 +56,8 @@ from torchtitan_clone.data.token_store import (
     open_store,
     write_meta,
 )
+from torchtitan_clone.storage.blocks import BLOCK_BYTES
+from torchtitan_clone.storage.objects import open_store as open_objects
 
 PROCESSES = multiprocessing.get_context("forkserver")
 NAMES = {"source_fingerprint": "", "tokenizer_fingerprint": ""}
@@ -147,6 +149,15 @@ def seconds_of_epoch(store: TokenStore) -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()]) - start
 
 
+def seconds_of_requests(url: str, *, size: int) -> float:
+    """Returns the seconds of requests for the tokens of a store, without a loader: no cold one can be faster."""
+    ranges = [(start, min(size, start + BLOCK_BYTES)) for start in range(0, size, BLOCK_BYTES)]
+    start = time.perf_counter()
+    objects = open_objects(url, timeout_seconds=60)
+    assert sum(map(len, objects.get_ranges("train.tokens", ranges))) == size
+    return time.perf_counter() - start
+
+
 def measure_store(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
     """Yields the rates of a local store and of one in an object store, warm and cold, which are read in turn."""
     from torchtitan_clone.data.remote import open_remote_store, put_token_store
@@ -169,13 +180,16 @@ def measure_store(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
 
     seconds_of_epoch(open_through(folder / "warm"))
     seconds: dict[str, list[np.ndarray]] = {"local": [], "warm": [], "cold": []}
+    alone: list[float] = []
     for number in range(choices.rounds):
         stores = {"local": local, "warm": open_through(folder / "warm"), "cold": open_through(folder / f"{number}")}
         for name in sorted(stores, reverse=number % 2 == 1):
             seconds[name].append(seconds_of_epoch(stores[name]))
         shutil.rmtree(folder / f"{number}")
+        alone.append(seconds_of_requests(url, size=2 * choices.tokens))
     here.close()
     server.join()
+    yield f"the store alone: {2 * choices.tokens / statistics.median(alone) / 1e6:.0f} MB/s"
     yield f"local: {choices.tokens / np.median(seconds['local'], axis=0)[0] / 1e6:.1f} M tokens/s"
     for name in ("warm", "cold"):
         ratios = np.array(seconds["local"]) / np.array(seconds[name])

@@ -180,6 +180,7 @@ class BlockArray:
                 what = f"bytes {begin:,} to {end:,} are not what was put there: the object was replaced or damaged"
                 raise ConfigError(f"{self._objects.url}/{self._name}: {what}; put it there again, and rerun")
             self._cache.put(self._digest(block), content)
+            self._verified[block] = True
         return contents
 
 
