@@ -72,11 +72,11 @@ GPU_RUNS: dict[str, tuple[int, Options]] = {
 GPU_SIZES = {"training.local_batch_size": 64, "training.seq_len": 2048}
 
 
-def with_teacher(sizes: Options) -> Options:
-    """Returns the sizes with the option that names a teacher of them, which is written first."""
-    folder = Path(tempfile.mkdtemp())
+def with_teacher(sizes: Options, folder: str) -> Options:
+    """Returns the sizes with the option that names a teacher of them, which is written into the folder first."""
+    own = Path(tempfile.mkdtemp(dir=folder))
     args = {name.replace(".", "__"): value for name, value in sizes.items() if name.startswith("model.args.")}
-    return {**sizes, "distillation.teacher_path": write_teacher(folder / "teacher", folder, **args)}
+    return {**sizes, "distillation.teacher_path": write_teacher(own / "teacher", own, **args)}
 
 
 def plan_of(options: Options, *, world_size: int, device_type: str) -> RunPlan:
@@ -119,7 +119,7 @@ def main() -> int:
     os.environ |= {"ALLOCATOR": "default", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     print(f"{processor_name()}, torch {torch.__version__}" if is_cpu else torch.cuda.get_device_name())
     print(f"MiB {'':30}{'measured':>10}{'tensors':>10}{'libraries':>11}{'error':>8}")
-    errors = []
+    errors, folder = [], tempfile.TemporaryDirectory()
     for name, (world_size, options) in runs.items():
         if choices.only not in name:
             continue
@@ -130,7 +130,7 @@ def main() -> int:
 
         own, tiny = {**sizes, "model.args.n_layers": choices.layers}, TINY
         if "distilled" in name:
-            own, tiny = with_teacher(own), with_teacher(TINY)
+            own, tiny = with_teacher(own, folder.name), with_teacher(TINY, folder.name)
         grown, libraries = measured(own), measured(tiny) if is_cpu else 0.0
         plan = plan_of({**own, **options}, world_size=world_size, device_type=choices.device)
         tensors = max(memory.total for memory in predict_step_memory(plan, device_type=choices.device)) / 2**20
