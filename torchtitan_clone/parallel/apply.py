@@ -41,11 +41,12 @@ def apply_parallelism(
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
     The model keeps only the `modules` of its pipeline stage, which `convert` may replace; those that are also in
-    `frozen` get no gradients. Changes the model in place.
+    `frozen` get no gradients, nor do parameters that require none. Changes the model in place.
     """
     assert isinstance(model, nn.Module)
     modules = set(modules)
     model.keep_modules(modules)
+    untrained = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     convert(model)
     experts: list[nn.Module] = []
     if mesh.ep is not None:
@@ -81,6 +82,9 @@ def apply_parallelism(
             model.layers[name] = cast("nn.Module", compiled)
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
+    for name, parameter in named_parameters([model]).items():
+        if name in untrained:
+            parameter.requires_grad_(False)
     apply_fsdp(
         model, groups=model.fsdp_groups(), mesh=mesh.fsdp, parameter_mesh=mesh.parameters, experts=experts,
         expert_mesh=mesh.expert_fsdp, training=training, parallelism=parallelism, options=sharding,

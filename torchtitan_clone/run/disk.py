@@ -20,8 +20,8 @@ from torchtitan_clone.run.plan import RunPlan
 
 def checkpoint_bytes(plan: RunPlan) -> int:
     """Returns the bytes of a checkpoint, of all ranks together: weights, optimizer state and averages."""
-    frozen, dtype = tuple(f"{name}." for name in plan.frozen_modules), getattr(torch, plan.config.training.dtype)
-    trained = {name: weight.to(dtype) for name, weight in plan.parameters.items() if not name.startswith(frozen)}
+    dtype = getattr(torch, plan.config.training.dtype)
+    trained = {name: weight.to(dtype) for name, weight in plan.trained_parameters.items()}
     state = optimizer_state_bytes(plan.config.optimizer, parameters=trained)
     averages = plan.parameter_count * torch.float32.itemsize if plan.config.ema.enable else 0
     return plan.parameter_count * dtype.itemsize + state + averages

@@ -66,9 +66,8 @@ def state_bytes(plan: RunPlan) -> int:
     """Returns the bytes of weights, gradients, optimizer state and averages that a rank holds on average."""
     degrees = plan.degrees
     ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
-    frozen, dtype = tuple(f"{name}." for name in plan.frozen_modules), getattr(torch, plan.config.training.dtype)
-    trained = (weight.numel() for name, weight in plan.parameters.items() if not name.startswith(frozen))
-    return (checkpoint_bytes(plan) + sum(trained) * dtype.itemsize) // ranks
+    trained = sum(weight.numel() for weight in plan.trained_parameters.values())
+    return (checkpoint_bytes(plan) + trained * getattr(torch, plan.config.training.dtype).itemsize) // ranks
 
 
 def teacher_bytes(plan: RunPlan) -> tuple[int, int]:

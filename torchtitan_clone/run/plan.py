@@ -232,6 +232,12 @@ class RunPlan:
         return {name: tensor for name, tensor in self.model_tensors.items() if isinstance(tensor, nn.Parameter)}
 
     @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of all parameters that are not frozen."""
+        frozen = tuple(f"{module}." for module in self.frozen_modules)
+        return {name: p for name, p in self.parameters.items() if p.requires_grad and not name.startswith(frozen)}
+
+    @property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
