@@ -25,7 +25,8 @@ FAMILY_OF = {name: family for family, table in TABLE.items() for name in table["
 READ = [name for table in TABLE.values() for name, release in table["releases"].items() if "refused" not in release]
 FAMILIES = (
     "qwen2", "mistral", "ministral3", "mistral4", "smollm3", "granite", "kimi_k2", "glm4_moe", "minimax_m2", "gemma3",
-    "apertus", "qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "gpt2",
+    "apertus", "qwen3_5", "qwen3_5_moe", "qwen3_next", "kimi_linear", "olmo_hybrid", "gpt2", "deepseek_v32",
+    "glm_moe_dsa",
 )  # fmt: skip
 _OURS = ("flavor", "only_these", "parameters", "refused")
 

@@ -49,11 +49,16 @@ def without(sizes, name):
 SIZES = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 97}
 SIZES |= {"max_seq_len": 256}
 LATENT = {**SIZES, "n_kv_heads": None, "n_layers": 3}
-DEBUGMODELS = {name: MODELS[name].flavors["debugmodel"] for name in ("kimi_k2", "glm4_moe", "minimax_m2", "mistral4")}
-KIMI_K2, GLM4, MINIMAX, MISTRAL4 = DEBUGMODELS.values()
+DEBUGMODELS = {
+    name: MODELS[name].flavors["debugmodel"]
+    for name in ("kimi_k2", "glm4_moe", "minimax_m2", "mistral4", "deepseek_v32", "glm_moe_dsa")
+}
+KIMI_K2, GLM4, MINIMAX, MISTRAL4, V3_2, GLM5 = DEBUGMODELS.values()
 LINEAR = RopeScaling(rope_type="linear", factor=8.0)
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_seq_len=32, mscale=1.0, mscale_all_dim=1.0)
 PARTLY = {"head_dim": 32, "rotary_dim": 16}
+# With few heads an indexer gives many keys a score of zero, of which transformers takes any.
+INDEX = {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 16}
 MISTRAL = MistralArgs(**SIZES, head_dim=32)
 SMALL = {
     "qwen2": Qwen2Args(**SIZES),
@@ -63,6 +68,8 @@ SMALL = {
     "smollm3": SmolLM3Args(**SIZES),
     "granite": GraniteArgs(**SIZES, tied_embeddings=False, attention_multiplier=0.1, logits_scaling=3.0),
     "kimi_k2": replace(KIMI_K2, **LATENT, moe=replace(KIMI_K2.moe, hidden_dim=24)),
+    "deepseek_v32": replace(V3_2, **LATENT, **INDEX, rope_scaling=YARN, moe=replace(V3_2.moe, hidden_dim=24)),
+    "glm_moe_dsa": replace(GLM5, **LATENT, **INDEX, moe=replace(GLM5.moe, hidden_dim=24)),
     "glm4_moe": replace(GLM4, **SIZES, **PARTLY, moe=replace(GLM4.moe, hidden_dim=24)),
     "gemma3": Gemma3Args(**{**SIZES, "n_layers": 6}, head_dim=32, window=13, query_size=48, rope_scaling=LINEAR),
     "apertus": ApertusArgs(**SIZES, rope_scaling=RopeScaling(factor=8.0, original_max_seq_len=32)),
@@ -129,6 +136,7 @@ SIZES_PUBLISHED = {
     ("apertus", "70B"): 70_599_864_640,
     ("gpt2", "124M"): 124_439_808, ("gpt2", "355M"): 354_823_168, ("gpt2", "774M"): 774_030_080,
     ("gpt2", "1.5B"): 1_557_611_200,
+    ("deepseek_v32", "671B"): 671_877_944_064, ("glm_moe_dsa", "744B-A40B"): 743_911_218_432,
     ("glm4_moe", "355B-A32B"): 358_337_791_296, ("minimax_m2", "230B-A10B"): 228_689_764_864,
     ("llama3", "1B"): 1_235_814_400, ("llama3", "3B"): 3_212_749_824, ("llama3", "8B"): 8_030_261_248,
     ("llama3", "70B"): 70_553_706_496, ("llama3", "405B"): 405_853_388_800, ("qwen3", "0.6B"): 596_049_920,

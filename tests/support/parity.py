@@ -49,8 +49,8 @@ class Reference:
     """What one device computes."""
 
     losses: list[float]
-    """Of each step, and after it those of the depths of multi-token prediction, the teacher's divergence, z-loss and
-    the largest logit."""
+    """Of each step, and after it those of the depths of multi-token prediction and of indexers, the teacher's
+    divergence, z-loss and the largest logit."""
     grad_norms: list[float]
     gradients: dict[str, Tensor]
     """Of step 1, after clipping."""
@@ -128,7 +128,8 @@ def _difference(answers: Sequence[Trained], expected: Reference, *, folder: Path
     )
     logged = [row for row in rows(folder) if "loss" in row]
     assert len(logged) == STEPS
-    wanted = ("auxiliary/mtp_loss", "auxiliary/distillation_kl", "auxiliary/output_z", "attention/max_logit")
+    terms_of_loss = ("mtp_loss", "indexer_kl", "distillation_kl", "output_z")
+    wanted = [*(f"auxiliary/{name}" for name in terms_of_loss), "attention/max_logit"]
     terms = [name for prefix in wanted for name in logged[0] if name.startswith(prefix)]
     losses = [row[name] for row in logged for name in ("loss", *terms)]
     return Difference(
@@ -176,6 +177,7 @@ def _train_plainly(argv: list[str]) -> Reference:
     for step in range(1, STEPS + 1):
         loss, norm = loop.train_step(step)
         losses += [loss, *(each.item() for each in loop.mtp_losses)]
+        losses += [loop.indexer_kl.item()] if loop.index_losses else []
         losses += [] if loop.teacher is None else [loop.divergence.item()]
         losses += [loop.output_z.item()] if "--training.z_loss" in " ".join(argv) else []
         losses += [] if loop.qk_clip is None else [max(x.max().item() for x in loop.qk_clip.max_logits.values())]

@@ -40,6 +40,12 @@ LATENT = {
     "model__args__qk_nope_head_dim": 16, "model__args__qk_rope_head_dim": 8, "model__args__v_head_dim": 16,
     "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.01,
 }  # fmt: skip
+# Fewer keys than most documents have.
+SPARSE = LATENT | {
+    "model__name": "deepseek_v32", "model__args__index_n_heads": 4, "model__args__index_head_dim": 16,
+    "model__args__index_topk": 9,
+}  # fmt: skip
+WARM_UP: dict[str, object] = {"model__args__indexer_stage": "warm-up"}
 # Two depths, of which the documents of a few tokens have fewer targets.
 PREDICTION = LATENT | {"model__args__mtp_depth": 2}
 PADDED = {"data__packing": "best_fit"}
@@ -367,6 +373,26 @@ def composed_cases() -> dict[str, Case]:
     return cases
 
 
+def sparse_cases() -> dict[str, Case]:
+    """Returns the cases of attention to the keys that an indexer selects, by name."""
+    cases: dict[str, Case] = {}
+    for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, deepseek_v32"] = axes_case(axes, **SPARSE)
+    for axes in (("shard",), ("tensor",), ("shard", "context")):
+        cases[f"{' x '.join(axes)}, deepseek_v32 experts over 2"] = axes_case(axes, **SPARSE, **{EXPERT: 2})
+    for axes in ((), ("replicate",), ("shard",), ("tensor",), ("context",), ("shard", "tensor")):
+        cases[f"{' x '.join(axes) or 'one rank'}, deepseek_v32 warm-up"] = axes_case(axes, **SPARSE, **WARM_UP)
+    features = {"full ac": FEATURES["full ac"], "selective ac": SELECTIVE, "compiled": COMPILED}
+    for axis, (name, feature) in product(("tensor", "context"), features.items()):
+        cases[f"{axis}, deepseek_v32 {name}"] = axes_case((axis,), **SPARSE, **feature)
+    for axis in ("tensor", "context"):
+        cases[f"{axis}, deepseek_v32 unmasked"] = axes_case((axis,), **SPARSE, **FEATURES["unmasked"])
+    cases["shard, deepseek_v32 padded"] = axes_case(("shard",), **SPARSE, **PADDED)
+    cases["shard, deepseek_v32 accumulated"] = axes_case(("shard",), **SPARSE | EXPERT_FEATURES["accumulated"])
+    cases["tensor, glm_moe_dsa"] = axes_case(("tensor",), **SPARSE | {"model__name": "glm_moe_dsa"})
+    return cases
+
+
 def hybrid_cases() -> dict[str, Case]:
     """Returns the cases of models with linear attention by name."""
     cases: dict[str, Case] = {}
@@ -409,7 +435,7 @@ def hybrid_cases() -> dict[str, Case]:
 def all_cases() -> dict[str, Case]:
     """Returns every case by name."""
     cases = expert_cases() | muon_cases() | z_loss_cases() | optimizer_cases() | composed_cases() | hybrid_cases()
-    cases |= distilled_cases()
+    cases |= distilled_cases() | sparse_cases()
     for axes in (axes for count in range(4) for axes in combinations(DEGREES, count)):
         cases[" x ".join(axes) or "one rank"] = axes_case(axes)
     for axes in combinations(("shard", "tensor", "pipeline", "context"), 3):
@@ -504,5 +530,6 @@ QUICK = (
     "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked", "tensor x context, experts over 2, forced",
     "shard x tensor, qwen3_5", "tensor, qwen3_next experts over 2", "context, qwen3_5 full ac",
     "tensor, kimi_linear", "shard, distilled", "tensor, distilled", "context, distilled",
-    "tensor, stored", "context, stored", "pipeline, distilled",
+    "tensor, stored", "context, stored", "pipeline, distilled", "tensor, deepseek_v32",
+    "context, deepseek_v32 warm-up",
 )  # fmt: skip

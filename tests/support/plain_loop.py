@@ -22,6 +22,7 @@ from tests.support.teachers import STORED
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema_training import LRScheduler
 from torchtitan_clone.models.moe import Router, force_load_balance
+from torchtitan_clone.models.sparse_latent import SparseLatentAttention
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, pick_device
 from torchtitan_clone.run import preflight
@@ -103,10 +104,19 @@ class PlainLoop:
             store = config.distillation.store
             path = config.distillation.teacher_path if store is None else Path(store).with_name("teacher")
             self.teacher = read_model(find_trained(Path(path)), dtype=torch.float32, device=self.device)
+        self.index_losses: dict[nn.Module, Tensor] = {}
+        """Of the tokens of the last step, by module; none without indexers."""
+        self.indexer_kl = torch.empty(0)
+        for module in self.model.modules():
+            if isinstance(module, SparseLatentAttention):
+                module.register_forward_hook(self._keep_index_loss)
         self._is_bf16 = plan.config.training.mixed_precision_param == "bfloat16"
 
     def _keep_final(self, _module: nn.Module, _args: object, out_BTD: Tensor) -> None:
         self._final_BTD = out_BTD
+
+    def _keep_index_loss(self, module: nn.Module, _args: object, out: tuple[Tensor, Tensor]) -> None:
+        self.index_losses[module] = out[1]
 
     def train_step(self, step: int) -> tuple[float, float]:
         """Trains the step of this number, which must follow the last; returns its loss and gradient norm."""
@@ -122,6 +132,10 @@ class PlainLoop:
             self.output_z = logits.float().logsumexp(-1)[batch.targets_BT >= 0].square().mean()
             objective = loss if self.teacher is None else self._distilled(loss, logits, batch)
         weight = getattr(self._args, "mtp_loss_weight", 0.0)
+        if self.index_losses:
+            of_context = [loss_BT[self.balancing.context_BT].sum() for loss_BT in self.index_losses.values()]
+            self.indexer_kl = torch.stack(of_context).sum() / batch.num_targets
+            objective = objective + self._args.indexer_loss_weight * self.indexer_kl
         of_depths = weight * sum(self.mtp_losses) / max(1, len(self.mtp_losses))
         (objective + of_depths + self._z_loss * self.output_z).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)

@@ -19,10 +19,18 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan_clone import trainer
 from torchtitan_clone.comm import collectives
 from torchtitan_clone.data import Batch, packing, predictions
-from torchtitan_clone.models import delta_net, mla, moe, plan
+from torchtitan_clone.models import delta_net, mla, moe, plan, sparse_latent
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.balancing import ExpertLoads
-from torchtitan_clone.ops import attention, cross_entropy, delta_rule, distillation, stochastic_rounding, vocabulary
+from torchtitan_clone.ops import (
+    attention,
+    cross_entropy,
+    delta_rule,
+    distillation,
+    sparse_attention,
+    stochastic_rounding,
+    vocabulary,
+)
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim import muon
 from torchtitan_clone.optim.container import OptimizerContainer
@@ -110,6 +118,23 @@ def _gradients_by_hidden_states_are_not_summed(_: object) -> Replicate:
 def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) -> Tensor:
     is_gathered_key = isinstance(x, DTensor) and x.ndim == 3 and x.placements[0].is_replicate()
     return cast("DTensor", x).to_local() if is_gathered_key else local(x)
+
+
+@_mistake("tensor, deepseek_v32", sparse_attention, "select_keys")
+def _keys_are_selected_across_documents(select: Any, scores: Tensor, visible: Tensor, **others: object) -> Tensor:
+    return select(scores, visible.int().flip(-1).cummax(-1).values.flip(-1) > 0, **others)
+
+
+@_mistake("tensor, deepseek_v32", sparse_latent.SparseLatentAttention, "forward")
+def _gradients_of_indexers_reach_the_model(_: object, attention: Any, x: Tensor, rope: object, mask: object) -> object:
+    latent = attention.query_latent(x)
+    given = attention.queries(latent, rope), *attention.latents(x, rope), mask, attention.indexer(x, latent, rope)
+    return attention.attend(*given)
+
+
+@_mistake("tensor, deepseek_v32", plan.SharedHeads, "apply")
+def _targets_of_indexers_have_the_heads_of_one_rank(_: object, _style: object, module: Any, __: object) -> object:
+    return module
 
 
 @_mistake("context", collectives, "sum_parts")

@@ -111,18 +111,20 @@ def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
     return slices
 
 
-def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
+def rotary_rows(name: str, *, plain: int, rotary: int, rotary_first: bool = False) -> Rule:
     """One tensor of the hub with heads of `plain` and `rotary` rows, which are rotated as pairs of neighbors there.
 
-    Ours are pairs of the same index in both halves.
+    Ours are pairs of the same index in both halves. `rotary_first`: the order of both kinds of rows, there and here.
     """
 
     def slices(shape: tuple[int, ...]) -> list[TensorSlice]:
         half = rotary // 2
         rows: list[tuple[slice, slice]] = []
         for first in range(0, shape[0], plain + rotary):
-            start, middle, stop = first + plain, first + plain + half, first + plain + rotary
-            rows += [(slice(first, start), slice(first, start)), (slice(start, stop, 2), slice(start, middle))]
+            start = first if rotary_first else first + plain
+            middle, stop = start + half, start + rotary
+            others = slice(stop, stop + plain) if rotary_first else slice(first, start)
+            rows += [(others, others), (slice(start, stop, 2), slice(start, middle))]
             rows += [(slice(start + 1, stop, 2), slice(middle, stop))]
         return [TensorSlice(source=name, shape=shape, of=(theirs,), to=(ours,)) for theirs, ours in rows]
 

@@ -293,7 +293,7 @@ class Decoder(nn.Module):
         if isinstance(out, Tensor):
             return out, sums_A
         assert sums_A is not None
-        return out[0], sums_A + F.pad(out[1], (self.args.mtp_depth, 0))
+        return out[0], sums_A + F.pad(out[1], (len(sums_A) - len(out[1]), 0))
 
     @property
     def is_tied(self) -> bool:

@@ -19,18 +19,25 @@ class LayerKind:
     recurrent: int | None = None
     """A token sees a state instead of others; attention to so many tokens has as many FLOPs as the state's products."""
 
+    selected: int | None = None
+    """A token attends to so many of the tokens that it sees, which an indexer selects."""
+    index_dim: int = 0
+    """Dimensions of all heads of the indexer, which scores all tokens that a token sees."""
+
     @property
     def limits(self) -> tuple[int | None, int | None, bool]:
-        """What a token sees of its document: a window, a chunk, or a state."""
-        return self.window, self.chunk, self.recurrent is not None
+        """What a token sees of its document: a window, a chunk, and whether first tokens are wanted, not a mask."""
+        return self.window, self.chunk, self.recurrent is not None or self.selected is not None
 
     def attended_tokens(self, seq_len: int) -> int:
         """Returns the most tokens that one token attends to."""
-        return self.recurrent or min(seq_len, self.window or seq_len, self.chunk or seq_len)
+        limits = (self.window, self.chunk, self.selected)
+        return self.recurrent or min(seq_len, *(each or seq_len for each in limits))
 
     def mean_attended_tokens(self, seq_len: int) -> float:
         """Returns how many tokens one token attends to on average, in a sequence that is one document."""
-        most = self.attended_tokens(seq_len)
+        # What is not selected is computed too.
+        most = seq_len if self.selected else self.attended_tokens(seq_len)
         if self.recurrent:
             return most
         if self.chunk and most == self.chunk:

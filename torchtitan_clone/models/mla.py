@@ -156,13 +156,17 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BtD: Tensor, rope: Rotation, mask: AttentionMask) -> Tensor:
         """Returns [B, t, D]; infers the number of heads, because tensor parallelism shards the projections' outputs."""
-        q_BTNH = self.queries(x_BtD, rope)
+        q_BTNH = self.queries(self.query_latent(x_BtD), rope)
         return self.attend(q_BTNH, *self.latents(x_BtD, rope), mask)
 
-    def queries(self, x_BtD: Tensor, rope: Rotation) -> Tensor:
+    def query_latent(self, x_BtD: Tensor) -> Tensor:
+        """Returns what queries are computed from: their normalized latent, or without one the hidden states."""
+        return self.q_norm(self.wq_a(x_BtD)) if self.sizes.q_latent else x_BtD
+
+    def queries(self, x_BtL: Tensor, rope: Rotation) -> Tensor:
         """Returns the queries of all heads [B, T, N, H], with positions."""
         sizes = self.sizes
-        q_BTD = self.wq_b(self.q_norm(self.wq_a(x_BtD))) if sizes.q_latent else self.wq(x_BtD)
+        q_BTD = self.wq_b(x_BtL) if sizes.q_latent else self.wq(x_BtL)
         q_BTNC, q_BTNR = q_BTD.unflatten(-1, (-1, sizes.qk)).split((sizes.nope, sizes.rope), dim=-1)
         q_BTNH = torch.cat((q_BTNC, _rotated(q_BTNR, rope)), dim=-1)
         q_BTNH = q_BTNH * self.score_scale if self.score_scale != 1.0 else q_BTNH
@@ -176,11 +180,15 @@ class LatentAttention(nn.Module):
 
     def attend(self, q_BTNH: Tensor, latent_BtL: Tensor, key_BT1R: Tensor, mask: AttentionMask) -> Tensor:
         """Returns [B, t, D]: attention over the keys and values of these latents."""
+        k_BTNH, v_BTNV = self.keys_and_values(latent_BtL, key_BT1R)
+        # The kernels need heads of one size; padding costs less than the kernels that do not.
+        v_BTNH = F.pad(v_BTNV, (0, self.sizes.qk - self.sizes.value))
+        out_BTNV = self.core(q_BTNH, k_BTNH, v_BTNH, mask)[..., : self.sizes.value]
+        return self.wo(out_BTNV.flatten(-2))
+
+    def keys_and_values(self, latent_BtL: Tensor, key_BT1R: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys [B, T, N, H] and values [B, T, N, V] of all heads."""
         sizes = self.sizes
         kv_BTN = self.wkv_b(latent_BtL).unflatten(-1, (-1, sizes.nope + sizes.value))
         k_BTNC, v_BTNV = kv_BTN.split((sizes.nope, sizes.value), dim=-1)
-        k_BTNH = torch.cat((k_BTNC, key_BT1R.expand(-1, -1, k_BTNC.shape[2], -1)), dim=-1)
-        # The kernels need heads of one size; padding costs less than the kernels that do not.
-        v_BTNH = F.pad(v_BTNV, (0, sizes.qk - sizes.value))
-        out_BTNV = self.core(q_BTNH, k_BTNH, v_BTNH, mask)[..., : sizes.value]
-        return self.wo(out_BTNV.flatten(-2))
+        return torch.cat((k_BTNC, key_BT1R.expand(-1, -1, k_BTNC.shape[2], -1)), dim=-1), v_BTNV

@@ -24,6 +24,7 @@ from torchtitan_clone.torch_compat import ModuleStyle
 
 if TYPE_CHECKING:
     from torchtitan_clone.models.moe import MoEArgs
+    from torchtitan_clone.ops.sparse_attention import SparseCore
 
 Styles = dict[str, ParallelStyle]
 """Styles by module name."""
@@ -100,6 +101,18 @@ def latent_attention_styles(*, has_query_latent: bool, layer: int | str = "*") -
         "wo": RowwiseScatter(),
     }
     return {f"layers.{layer}.attention.{name}": style for name, style in styles.items()}
+
+
+def indexer_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for the indexer of latent attention: each rank computes what it needs of its own tokens.
+
+    Scores need all heads of the indexer, whose results for all tokens are gathered; the loss those of attention.
+    """
+    styles: dict[str, ParallelStyle] = {
+        **{f"indexer.{name}": REPLICATED for name in ("wq_b", "wk", "k_norm", "weights_proj")},
+        "indexer.gathered": Then(gather_tokens), "loss": Then(sum_and_shard_tokens), "core": SharedHeads(),
+    }  # fmt: skip
+    return {f"layers.*.attention.{name}": style for name, style in styles.items()}
 
 
 def without_attention(styles: Styles) -> Styles:
@@ -225,6 +238,29 @@ class OwnPositions(ModuleStyle, ParallelStyle):
 
         module.register_forward_pre_hook(shard)
         return REPLICATED.apply(module, device_mesh)
+
+
+class Then(ModuleStyle, ParallelStyle):
+    """Lets a function exchange the result of a module with those of other ranks."""
+
+    def __init__(self, exchange: Callable[[Tensor, DeviceMesh], Tensor]):
+        self.exchange = exchange
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def exchange(_module: nn.Module, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            return self.exchange(out, device_mesh)
+
+        module.register_forward_hook(exchange)
+        return module
+
+
+class SharedHeads(ModuleStyle, ParallelStyle):
+    """Tells attention to selected keys which ranks have the other heads."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        core = cast("SparseCore", module)
+        core.head_ranks, core.head_group = device_mesh.size(), device_mesh.get_group().group_name
+        return module
 
 
 class Averaged(ModuleStyle, ParallelStyle):

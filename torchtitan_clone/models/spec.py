@@ -14,7 +14,7 @@ from torchtitan_clone.config.schema_training import Model
 from torchtitan_clone.interfaces import Constant, KeptOperations, TensorPlan
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.observe.flops import training_flops_per_token
-from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers an operator
+from torchtitan_clone.ops import grouped_mm, sparse_attention  # noqa: F401, register operators
 from torchtitan_clone.ops.attention import OPERATORS
 from torchtitan_clone.ops.kernels import CPU
 
@@ -32,7 +32,7 @@ class ConvertModel(Protocol):
 
 
 KEPT = KeptOperations(
-    always=OPERATORS,
+    always=OPERATORS | {torch.ops.torchtitan_clone.sparse_attention.default},
     alternating=frozenset(
         {
             torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default,
@@ -49,7 +49,7 @@ def active_parameters(args: ModelArgs, parameters: Mapping[str, Tensor]) -> dict
 
 
 def layer_flops(args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int) -> list[float]:
-    """Returns the FLOPs of forward and backward of each layer for one token: of parameters, and of attention."""
+    """Returns the FLOPs of forward and backward of each layer for one token: of parameters, attention and indexers."""
     sizes: dict[str, int] = {}
     for name, parameter in active_parameters(args, parameters).items():
         layer = name.split(".")[1] if name.startswith("layers.") else ""
@@ -57,6 +57,7 @@ def layer_flops(args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: i
     flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.attention_dim)
     return [
         flops(matmul_parameters=sizes.get(str(layer), 0), attended_tokens=[kind.attended_tokens(seq_len)])
+        + 6.0 * kind.index_dim * seq_len
         for layer, kind in enumerate(args.layer_kinds())
     ]
 

@@ -34,6 +34,8 @@ from torchtitan_clone.ops.blockwise_attention import (
     sink_gradients,
 )
 from torchtitan_clone.ops.kernels import PartialKernel
+from torchtitan_clone.ops.sparse_attention import Index, SparseCore
+from torchtitan_clone.ops.token_shards import gather_tokens
 from torchtitan_clone.ops.varlen_attention import Attention, Queries, Spans
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
 from torchtitan_clone.parallel.mesh import Method, local_tokens
@@ -53,7 +55,9 @@ def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method
     for block in model.get_submodule("layers").children():
         attention = block.get_submodule("attention")
         core = attention.get_submodule("core")
-        if not isinstance(core, AttentionModule):  # linear attention
+        if isinstance(core, SparseCore):
+            attention.core = SparseKeyExchange(core, mesh=mesh)
+        elif not isinstance(core, AttentionModule):  # linear attention
             attention.core = StateExchange(group_name=group.group_name, method=method)
         elif method == "alltoall":
             attention.core = HeadExchange(core, group=group)
@@ -96,6 +100,30 @@ class KeyExchange(AttentionModule):
     ) -> Tensor:
         options = self.choose(q_BTNH, mask, over_keys=True).name, *self.exchange
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, *options)[0]
+
+
+class SparseKeyExchange(nn.Module):
+    """Attention of this rank's queries to selected keys of whole rows, which it gathers."""
+
+    def __init__(self, core: SparseCore, *, mesh: DeviceMesh):
+        super().__init__()
+        self.core = core
+        self._mesh = mesh
+
+    def forward(
+        self, q_BTNH: Tensor, k_BTNH: Tensor, v_BTNV: Tensor, index: Index, starts_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what SparseCore does; `starts_BT` are counted from the start of a piece, as PieceStarts does."""
+        spans = spans_of_ranks(q_BTNH, self._mesh.get_group())
+        place_S = torch.cat([torch.arange(span.start, span.stop) for of_rank in spans for span in of_rank])
+        order_S = place_S.argsort().to(q_BTNH.device)
+        index_q, index_k, weights = index
+        k, v, index_k = (gather_tokens(x, self._mesh)[:, order_S] for x in (k_BTNH, v_BTNV, index_k))
+        firsts = [span.start for span in spans[self._mesh.get_local_rank()]]
+        if starts_BT is not None:
+            pieces = starts_BT.chunk(len(firsts), dim=1)
+            starts_BT = torch.cat([piece + first for piece, first in zip(pieces, firsts, strict=True)], dim=1)
+        return self.core(q_BTNH, k, v, (index_q, index_k, weights), starts_BT, firsts)
 
 
 def _gather_keys(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:

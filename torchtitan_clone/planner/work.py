@@ -37,6 +37,8 @@ class Layer:
     attended_tokens: float
     delta_sizes: DeltaSizes | None
     """Sizes of linear attention, in which a token sees a state instead."""
+    index_dim: int
+    """Dimensions of all heads of an indexer; 0: it has none."""
 
     @property
     def matrices(self) -> list[Weight]:
@@ -76,13 +78,12 @@ def model_work(plan: RunPlan) -> ModelWork:
     key = f"{plan.spec.name} {plan.model_args} {plan.config.training.seq_len} {plan.frozen_layers}"
     if key not in _known:
         args, seq_len = plan.model_args, plan.config.training.seq_len
-        frozen = tuple(f"{module}." for module in plan.frozen_modules)
         layers = _model_layers(plan, seq_len=seq_len)
         _known[key] = ModelWork(
             layers=layers,
             kinds=tuple({id(layer): layer for layer in layers}.values()),
             costs=plan.spec.layer_costs(args, seq_len=seq_len),
-            parameters=sum(weight.numel() for name, weight in plan.parameters.items() if not name.startswith(frozen)),
+            parameters=sum(weight.numel() for weight in plan.trained_parameters.values()),
             flops_per_token=plan.flops_per_token,
         )
     return _known[key]
@@ -99,7 +100,7 @@ def _model_layers(plan: RunPlan, *, seq_len: int) -> tuple[Layer, ...]:
         weights = tuple(_weights_of(block, family=plan.spec.name))
         attended = kind.mean_attended_tokens(seq_len)
         sizes = delta_sizes if kind.recurrent is not None else None
-        layer = Layer(weights=weights, attended_tokens=attended, delta_sizes=sizes)
+        layer = Layer(weights=weights, attended_tokens=attended, delta_sizes=sizes, index_dim=kind.index_dim)
         layers.append(unique.setdefault(layer, layer))
     return tuple(layers)
 
@@ -240,11 +241,12 @@ def layer_products(layer: Layer, *, shape: Shape) -> Iterator[Product]:
 
 
 def attention_flops(layer: Layer, *, shape: Shape) -> float:
-    """Returns the FLOPs of attention forward on one rank; of linear attention those in chunks."""
+    """Returns the FLOPs of attention forward on one rank; of linear attention those in chunks, with an indexer's."""
     args = shape.args
     if layer.delta_sizes is not None:
         return shape.tokens * layer.delta_sizes.chunk_flops / shape.degrees.tp
-    return 4 * shape.tokens * layer.attended_tokens * args.n_heads * args.attention_dim / shape.degrees.tp
+    of_heads = 4 * args.n_heads * args.attention_dim / shape.degrees.tp
+    return shape.tokens * layer.attended_tokens * (of_heads + 2 * layer.index_dim)
 
 
 def layer_transfers(layer: Layer, *, shape: Shape) -> Iterator[Transfer]:

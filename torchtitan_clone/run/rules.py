@@ -101,6 +101,7 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
         *_tensor(config, heads),
         *_context(config, heads),
         *_recurrent(config, args),
+        *_indexers(config, args),
         *_experts(config.parallelism, world_size, args),
         *_shards_of_experts(config, args),
         *_balancing(config, args),
@@ -206,7 +207,7 @@ def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
 
 
 def _recurrent(config: Config, args: ModelArgs) -> Iterator[str]:
-    """Convolutions see tokens of one other piece of a row."""
+    """Convolutions see tokens of one other piece of a row, indexers all keys."""
     parallelism, seq_len = config.parallelism, config.training.seq_len
     pieces = parallelism.context_parallel_degree * (
         1 if parallelism.context_parallel_rotate_method == "alltoall" else 2
@@ -217,6 +218,24 @@ def _recurrent(config: Config, args: ModelArgs) -> Iterator[str]:
             f"training.seq_len = {seq_len}: convolutions see {seen} tokens before each, and one of {pieces} pieces of "
             f"a row has {seq_len // pieces}; set it to at least {seen * pieces}, or context_parallel_degree to 1."
         )
+    method = parallelism.context_parallel_rotate_method
+    if parallelism.context_parallel_degree > 1 and method != "allgather" and _selects_keys(args):
+        rule = "indexers select among the keys of all ranks"
+        yield f'parallelism.context_parallel_rotate_method = "{method}": {rule}; set it to "allgather".'
+
+
+def _selects_keys(args: ModelArgs) -> bool:
+    return any(kind.selected for kind in args.layer_kinds())
+
+
+def _indexers(config: Config, args: ModelArgs) -> Iterator[str]:
+    """What models with indexers cannot do."""
+    if (threshold := config.optimizer.qk_clip) is not None and _selects_keys(args):
+        rule = "the largest logits of attention to selected keys are not measured"
+        yield f"optimizer.qk_clip = {threshold:g}: {rule}; remove it."
+    if config.parallelism.pipeline_parallel_degree > 1 and getattr(args, "indexer_stage", None) == "warm-up":
+        rule = "no gradient goes from stage to stage where only indexers are trained"
+        yield f'model.args.indexer_stage = "warm-up": {rule}; set parallelism.pipeline_parallel_degree to 1.'
 
 
 def _float8(config: Config) -> Iterator[str]:

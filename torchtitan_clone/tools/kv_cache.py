@@ -22,9 +22,11 @@ from torchtitan_clone.models.decoder import Decoder
 from torchtitan_clone.models.delta_net import DeltaAttention, DeltaRule, ShortConvolution
 from torchtitan_clone.models.mla import LatentAttention, Rotation
 from torchtitan_clone.models.moe import Experts, MoE
+from torchtitan_clone.models.sparse_latent import SparseLatentAttention
 from torchtitan_clone.ops.attention import AttentionMask
 from torchtitan_clone.ops.delta_rule import gated_delta_rule
 from torchtitan_clone.ops.short_convolution import short_convolution
+from torchtitan_clone.ops.sparse_attention import Index, index_scores, select_keys
 
 Reach = int | None
 """Most tokens that a layer's tokens see, themselves included; None: all of their document."""
@@ -89,8 +91,6 @@ class CacheMask(nn.Module):
         if not state.length:
             options = {"window": window, "chunk": chunk, "recurrent": recurrent, "dtype": dtype}
             return self._mask(documents_BT, positions_BT, **options)
-        if recurrent:
-            return None
         if not state.is_padded and (chunk is None or state.limit <= chunk):
             return None  # a window keeps no others
         size = state.capacity(window or chunk)
@@ -151,13 +151,14 @@ class CachedLatentAttention(nn.Module):
         self._store = CachedVectors(state, reach=reach)
 
     def forward(self, x_BTD: Tensor, rope: Rotation, mask: AttentionMask) -> Tensor:
-        attention, sizes = self._attention, self._attention.sizes
-        q_BTNH, (latent_BTL, key_BT1R) = attention.queries(x_BTD, rope), attention.latents(x_BTD, rope)
+        attention, q_BTL = self._attention, self._attention.query_latent(x_BTD)
+        q_BTNH, (latent_BTL, key_BT1R) = attention.queries(q_BTL, rope), attention.latents(x_BTD, rope)
+        given, mask = self.select(x_BTD, q_BTL, rope, mask)
         kept_BT = torch.cat((latent_BTL, key_BT1R[:, :, 0]), dim=-1)
         if not self._state.length:
             self._store.fill(kept_BT[:, None])
-            return attention.attend(q_BTNH, latent_BTL, key_BT1R, mask)
-        kept_B1S = self._store.append(kept_BT)
+            return attention.attend(q_BTNH, latent_BTL, key_BT1R, mask, *given)
+        kept_B1S, sizes = self._store.append(kept_BT), attention.sizes
         weight_N = attention.wkv_b.weight.unflatten(0, (q_BTNH.shape[2], -1))
         k_NCL, v_NVL = weight_N.split((sizes.nope, sizes.value), dim=1)
         q_NBC, q_NBR = q_BTNH[:, 0].transpose(0, 1).split((sizes.nope, sizes.rope), dim=-1)
@@ -166,6 +167,33 @@ class CachedLatentAttention(nn.Module):
         out_B1N = attend(q_B1N, kept_B1S, kept_B1S, mask, scale=sizes.qk**-0.5)
         out_NBL = out_B1N[:, 0, :, : sizes.kv_latent].transpose(0, 1)
         return attention.wo((out_NBL @ v_NVL.transpose(1, 2)).transpose(0, 1).flatten(1)[:, None])
+
+    def select(
+        self, _x: Tensor, _latent: Tensor, _rope: Rotation, mask: AttentionMask
+    ) -> tuple[Sequence[Index], AttentionMask]:
+        """Returns what attention to the first tokens gets besides, and the mask of the next one."""
+        return (), mask
+
+
+class CachedSparseAttention(CachedLatentAttention):
+    """SparseLatentAttention that keeps the indexer's keys too."""
+
+    def __init__(self, attention: SparseLatentAttention, *, state: CacheState, reach: Reach):
+        super().__init__(attention, state=state, reach=reach)
+        self._indexer, self._top_k = attention.indexer, attention.core.top_k
+        self._keys = CachedVectors(state, reach=reach)
+
+    def select(
+        self, x_BTD: Tensor, q_BTL: Tensor, rope: Rotation, mask: AttentionMask
+    ) -> tuple[Sequence[Index], AttentionMask]:
+        q_BTMI, k_BTI, weights_BTM = index = self._indexer(x_BTD, q_BTL, rope)
+        if not self._state.length:
+            self._keys.fill(k_BTI[:, None])
+            return (index,), mask
+        scores_B1S = index_scores((q_BTMI, self._keys.append(k_BTI)[:, 0], weights_BTM))
+        assert mask is None or isinstance(mask, Tensor)
+        visible_B1S = torch.ones_like(scores_B1S, dtype=torch.bool) if mask is None else mask[:, 0]
+        return (index,), select_keys(scores_B1S, visible_B1S, top_k=self._top_k)[:, None]
 
 
 class CachedConvolution(nn.Module):
@@ -270,7 +298,9 @@ def apply_kv_cache(model: Decoder) -> CacheState:
     for kind, block in zip(model.args.layer_kinds(), model.layers.children(), strict=True):
         reach = kind.window or kind.chunk
         attention = block.get_submodule("attention")
-        if isinstance(attention, LatentAttention):
+        if isinstance(attention, SparseLatentAttention):
+            block.attention = CachedSparseAttention(attention, state=state, reach=reach)
+        elif isinstance(attention, LatentAttention):
             block.attention = CachedLatentAttention(attention, state=state, reach=reach)
         elif isinstance(attention, DeltaAttention):
             attention.add_module("core", CachedDeltaRule(state=state))

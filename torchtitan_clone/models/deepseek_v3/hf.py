@@ -1,4 +1,4 @@
-"""The formats of DeepSeek V3 and V2, and of Kimi K2, on the Hugging Face hub."""
+"""The formats of DeepSeek V3, V3.2 and V2, of Kimi K2, and of GLM-5, on the Hugging Face hub."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.hub.formats import CONFIG_KEYS
-from torchtitan_clone.hub.keys import Arguments
+from torchtitan_clone.hub.keys import Arguments, entry_of
 from torchtitan_clone.hub.latent import LATENT_RULES, LATENT_SIZES, LatentHub
-from torchtitan_clone.hub.mapping import DECODER_RULES
+from torchtitan_clone.hub.mapping import DECODER_RULES, Rules, rotary_rows, same
 from torchtitan_clone.hub.predicting import (
     DEPTH,
     GROUPED_KEYS,
@@ -18,7 +18,13 @@ from torchtitan_clone.hub.predicting import (
     PredictingHub,
 )
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
+from torchtitan_clone.models.deepseek_v3.model import (
+    ROUTER,
+    V2_ROUTER,
+    V3_ROUTER,
+    DeepSeekV3Args,
+    SparseDeepSeekArgs,
+)
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
@@ -81,6 +87,39 @@ class DeepSeekHub(_Release):
         return self.v2.from_config(config) if is_v2 else super().from_config(config)
 
 
+_INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+_LAYER_TYPES, _MLP_TYPES, _INDEXER_TYPES = "layer_types", "mlp_layer_types", "indexer_types"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseHub(_Release):
+    """The format of a release with an indexer in every layer; `is_neighboring`: it rotates pairs of neighbors."""
+
+    is_neighboring: bool
+
+    def rules_of(self, args: SparseDeepSeekArgs) -> Rules:
+        hub = {name: f"model.layers.*.self_attn.indexer.{name}" for name in _INDEXER}
+        found = {name: same(theirs) for name, theirs in hub.items()}
+        if self.is_neighboring:
+            rotary, plain = args.qk_rope_head_dim, args.index_head_dim - args.qk_rope_head_dim
+            rotated = _INDEXER[:-1]
+            found |= {name: rotary_rows(hub[name], plain=plain, rotary=rotary, rotary_first=True) for name in rotated}
+        return {**super().rules_of(args), **{f"layers.*.attention.indexer.{name}": found[name] for name in found}}
+
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        values = super().read(given)
+        layers, dense = values["n_layers"], values["n_dense_layers"]
+        only = {
+            _LAYER_TYPES: ["indexed_attention"] * layers,
+            _MLP_TYPES: ["dense"] * dense + ["sparse"] * (layers - dense),
+            _INDEXER_TYPES: ["full"] * layers,
+        }
+        for key, types in only.items():
+            if given.get(key, types) != types:
+                entry_of(given, key).refuse(f"{self.family} supports only {', '.join(dict.fromkeys(types))}, in order")
+        return values
+
+
 _COMMON: Arguments = {
     "only": {"mlp_bias": False},
     "others": PREDICTING_KEYS | {"topk_method"},
@@ -119,4 +158,32 @@ KIMI_K2_HUB = _Release(
     fixed={"model_type": "kimi_k2", **_V3_FIXED},
     defaults={**_DEFAULTS, "n_group": 1, "topk_group": 1},
     **_V3,
+)
+_SPARSE: Arguments = {
+    **_V3,
+    "others": _COMMON["others"] | {_LAYER_TYPES, _MLP_TYPES, _INDEXER_TYPES},
+    "keys": {**_COMMON["keys"], **{name: name for name in ("index_n_heads", "index_head_dim", "index_topk")}},
+}
+V3_2_HUB = SparseHub(
+    family="deepseek_v32",
+    fixed={"model_type": "deepseek_v32", **_V3_FIXED},
+    defaults={**_DEFAULTS, "n_group": 8, "topk_group": 4},
+    is_neighboring=False,
+    **_SPARSE
+    | {
+        "architecture": "DeepseekV32ForCausalLM",
+        "only": {"mlp_bias": False, "indexer_rope_interleave": False},
+    },
+)
+GLM5_HUB = SparseHub(
+    family="glm_moe_dsa",
+    fixed={"model_type": "glm_moe_dsa", **_V3_FIXED},
+    defaults={**_DEFAULTS, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
+    is_neighboring=True,
+    **_SPARSE
+    | {
+        "architecture": "GlmMoeDsaForCausalLM",
+        # Of later releases, whose layers share what one of them selects.
+        "only": {"mlp_bias": False, "indexer_rope_interleave": True, "index_topk_freq": 1},
+    },
 )
