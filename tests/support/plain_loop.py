@@ -135,7 +135,7 @@ class PlainLoop:
         if self.index_losses:
             of_context = [loss_BT[self.balancing.context_BT].sum() for loss_BT in self.index_losses.values()]
             self.indexer_kl = torch.stack(of_context).sum() / batch.num_targets
-            objective = objective + self._args.indexer_loss_weight * self.indexer_kl
+            objective = objective + getattr(self._args, "indexer_loss_weight", 0.0) * self.indexer_kl
         of_depths = weight * sum(self.mtp_losses) / max(1, len(self.mtp_losses))
         (objective + of_depths + self._z_loss * self.output_z).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
