@@ -2,12 +2,13 @@
 
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
@@ -25,17 +26,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchtitan_clone")
 
 
+class NodeCopies(Protocol):
+    """What copies files between the nodes of a run that do not share a folder: peers.Peers."""
+
+    @property
+    def leads(self) -> bool: ...
+    def exchange(self, folder: Path, *, own: str | None) -> None: ...
+    def survey(self, folder: Path) -> set[int]: ...
+    def complete(self, folder: Path, *, step: int, digests: bool) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Places:
     """Where the steps of a run are: its folder and, if there is one, an object store.
 
     `identity` is text that tells the run from others, `group` the name of this replica group, "" if there is one.
+    `peers` are nodes that have folders of their own and copy files to one another.
     """
 
     folder: Path
     identity: str = ""
     group: str = ""
     remote: "RemoteFolder | None" = None
+    peers: "NodeCopies | None" = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank renames and deletes steps in the folder that it sees."""
+        return dist.get_rank() == 0 if self.peers is None else self.peers.leads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +74,8 @@ class Steps:
 def agree_on_steps(checkpoint: Checkpoint, *, places: Places) -> Steps:
     """Returns what rank 0 finds after it has cleaned up; nothing without checkpoint.enable. Collective.
 
-    With an object store, a step counts as local only if each rank finds it.
+    With an object store, a step counts as local only if each rank finds it or, of nodes that copy files to one another,
+    each file is on one of them.
     """
     folder, remote = places.folder, places.remote
     if not checkpoint.enable:
@@ -94,6 +113,8 @@ def _local_steps(checkpoint: Checkpoint, *, places: Places) -> set[int]:
         if environment_integer("LOCAL_RANK", default=0) == 0:
             _clean_up(checkpoint, places=places)
         found |= {*folders.committed_steps(places.folder)}
+    if places.peers is not None:
+        return places.peers.survey(places.folder)
     return found.intersection(*(each.integers() for each in gather(sorted(found))))
 
 
@@ -104,24 +125,26 @@ def _clean_up(checkpoint: Checkpoint, *, places: Places) -> None:
             folders.delete_leftovers(each, group=places.group)
 
 
-def is_folder_shared(folder: Path) -> bool:
-    """Returns whether all ranks see one folder, which is created if it is missing. Collective."""
+def find_leaders(folder: Path) -> list[int]:
+    """Returns for each rank the first one that sees the same folder, which is created if it is missing. Collective."""
     mark = folder / f"step-0.partial-{broadcast_json(uuid.uuid4().hex).text(pattern='[0-9a-f]+')}"
     with agreed_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
-            mark.mkdir()
-    gather(None)  # it is there
-    is_seen = [each.flag() for each in gather(mark.is_dir())]
-    if dist.get_rank() == 0:
-        mark.rmdir()
-    return all(is_seen)
+        mark.mkdir(parents=True, exist_ok=True)
+        (mark / str(dist.get_rank())).touch()
+    # All have marked it: errors are agreed on.
+    leaders = [each.integer() for each in gather(min(int(each.name) for each in mark.iterdir()))]
+    if leaders[dist.get_rank()] == dist.get_rank():
+        shutil.rmtree(mark, ignore_errors=True)
+    return leaders
 
 
-def set_aside(step: int, *, folder: "Path | RemoteFolder", checkpoint: Checkpoint, problem: str) -> None:
-    """Renames a corrupted step, unless this run never saves. Collective."""
+def set_aside(
+    step: int, *, folder: "Path | RemoteFolder", places: Places, checkpoint: Checkpoint, problem: str
+) -> None:
+    """Renames a corrupted step in one of the places, unless this run never saves. Collective."""
     with agreed_errors(folder):
-        if dist.get_rank() == 0:
+        leads = places.leads if isinstance(folder, Path) else dist.get_rank() == 0
+        if leads:
             done = "ignored"
             if not checkpoint.load_only:
                 done = f"renamed it to {_quarantine(folder, step=step, suffix='bad', reason=problem)}"
@@ -152,14 +175,16 @@ def leave_newer(step: int, *, places: Places, why: str, reason: str) -> None:
     """Renames the steps after this one, from which no start resumes any more; with `reason` in the name. Collective."""
     folder, remote = places.folder, places.remote
     with agreed_errors(remote or folder):
-        if dist.get_rank() == 0:
-            newer: list[tuple[Path | RemoteFolder, int]] = [(folder, each) for each in folders.committed_steps(folder)]
-            newer += [(remote, each) for each in remote.committed_steps()] if remote else []
-            for place, each in (found for found in newer if found[1] > step):
-                target = _quarantine(place, step=each, suffix="left", reason=reason)
-                logger.warning("%s: renamed the newer step %d to %s", why, each, target)
-            if any(each > step for _, each in newer):
-                folders.mark_unfinished(folder)
+        newer: list[tuple[Path | RemoteFolder, int]] = []
+        if places.leads:
+            newer += [(folder, each) for each in folders.committed_steps(folder) if each > step]
+        if remote and dist.get_rank() == 0:
+            newer += [(remote, each) for each in remote.committed_steps() if each > step]
+        for place, each in newer:
+            target = _quarantine(place, step=each, suffix="left", reason=reason)
+            logger.warning("%s: renamed the newer step %d to %s", why, each, target)
+        if newer:
+            folders.mark_unfinished(folder)
 
 
 @contextmanager

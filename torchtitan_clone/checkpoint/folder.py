@@ -370,12 +370,15 @@ def name_aside(name: str, *, suffix: str, reason: str) -> str:
     return f"{name}.{suffix}-{re.sub(r'[^A-Za-z0-9]+', '-', reason).strip('-')[:_MAX_REASON]}"
 
 
-def purge(folder: Path, *, keep_latest_k: int, keep_every: int, keep_below: int = 0) -> list[int]:
+def purge(
+    folder: Path, *, keep_latest_k: int, keep_every: int, keep_below: int = 0, has_all_files: bool = True
+) -> list[int]:
     """Deletes and returns complete steps except the newest `keep_latest_k` (0: all) and multiples of `keep_every`.
 
-    The newest step below `keep_below` is kept too.
+    The newest step below `keep_below` is kept too. Without `has_all_files` other nodes have files of the steps, each of
+    which counts as complete.
     """
-    complete = [step for step in committed_steps(folder) if is_complete(folder, step=step)]
+    complete = [step for step in committed_steps(folder) if not has_all_files or is_complete(folder, step=step)]
     purged = steps_to_delete(complete, keep_latest_k=keep_latest_k, keep_every=keep_every, keep_below=keep_below)
     for step in purged:
         target = folder / f"step-{step}.purged"

@@ -85,6 +85,11 @@ class FileLayout:
             yield placement, bytes_of(local_shard(state[placement.name]))
 
 
+def file_of_rank(rank: int) -> str:
+    """Returns the name of what a rank writes."""
+    return f"rank-{rank}.safetensors"
+
+
 def lay_out(state: Mapping[str, Tensor]) -> FileLayout:
     """Decides with all ranks who writes what; valid as long as names, shapes and shardings stay. Collective."""
     shards = {name: describe_shard(tensor) for name, tensor in state.items()}
@@ -134,7 +139,7 @@ def _lay_out_file(shards: Mapping[str, TensorShard], *, rank: int) -> FileLayout
     ends = accumulate((entry.num_bytes for entry in entries), initial=len(header))
     spans = zip(names, pairwise(ends), strict=True)
     placements = [Placement(name=name, shard=shards[name], begin=begin, end=end) for name, (begin, end) in spans]
-    return FileLayout(file=f"rank-{rank}.safetensors", header=header, placements=placements)
+    return FileLayout(file=file_of_rank(rank), header=header, placements=placements)
 
 
 def _index(layouts: Sequence[FileLayout]) -> str:

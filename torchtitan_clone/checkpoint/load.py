@@ -79,14 +79,18 @@ def find_resume_point(checkpoint: Checkpoint, *, places: Places, steps: Steps) -
     found += [(step, remote) for step in steps.to_resume if step in steps.stored and remote is not None]
     for step, tier in sorted(found, key=lambda each: (-each[0], each[1] is not folder)):
         source = folders.step_folder(tier, step) if isinstance(tier, Path) else tier.step(step)
+        digests = checkpoint.verify == "full"
         try:
-            index = verify(source, step=step, digests=checkpoint.verify == "full")
+            if tier is folder and places.peers is not None:  # which verify digests, each node its own
+                places.peers.complete(folder, step=step, digests=digests)
+                digests = False
+            index = verify(source, step=step, digests=digests)
             with agreed_errors(source):
                 progress = folders.progress_to_resume(source, checkpoint=checkpoint)
         except FileNotFoundError:  # another replica group has deleted it
             return find_resume_point(checkpoint, places=places, steps=agree_on_steps(checkpoint, places=places))
         except CorruptCheckpointError as problem:
-            set_aside(step, folder=tier, checkpoint=checkpoint, problem=str(problem))
+            set_aside(step, folder=tier, places=places, checkpoint=checkpoint, problem=str(problem))
             continue
         if not checkpoint.load_only:
             set_newer_aside(step, places=places, checkpoint=checkpoint)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone import __version__
-from torchtitan_clone.checkpoint.agree import Places, agree_on_steps, is_folder_shared, leave_newer, set_aside
+from torchtitan_clone.checkpoint.agree import Places, agree_on_steps, find_leaders, leave_newer, set_aside
 from torchtitan_clone.checkpoint.folder import (
     CONFIG_FILE,
     MODEL_ONLY_FOLDER,
@@ -108,6 +108,7 @@ class CheckpointManager:
         self._options = checkpoint
         self._places = Places(folder=folder, identity=identity, group=group, remote=_open_remote(checkpoint))
         self._uploads: Uploader | None = None
+        self._is_folder_shared = True
         self._state = state
         self._policy = SavePolicy(checkpoint)
         self.extra_files = {CONFIG_FILE: config, VERSIONS_FILE: _versions()}
@@ -131,22 +132,24 @@ class CheckpointManager:
         if self._uploads is None:
             return is_due
         self._uploads.is_wanted = is_due
-        return is_due or (self._uploads.is_folder_shared and self._policy.is_due_locally(step))
+        return is_due or (self._keeps_local_steps and self._policy.is_due_locally(step))
+
+    @property
+    def _keeps_local_steps(self) -> bool:
+        """Whether steps count that are in the folder only."""
+        return self._is_folder_shared or self._places.peers is not None
 
     def find_resume_point(self) -> Progress | None:
         """Returns the progress of the newest intact step, None for a new run; ConfigError if none is. Collective."""
         options = self._options
         self._resume_point = None
-        steps = agree_on_steps(options, places=self._places)
-        if self._places.remote is not None and self.is_saving_enabled:
+        if self._places.remote is not None and self.is_saving_enabled and self._uploads is None:
             from torchtitan_clone.checkpoint.uploads import Uploader
 
-            is_shared = is_folder_shared(self._places.folder)
-            if options.last_save_model_only and not is_shared:
-                rule = f"all ranks write it to {self._places.folder}, which nodes do not share"
-                remedy = "share checkpoint.local_folder, or set it to false and last_save_in_hf to true"
-                raise ConfigError(f"checkpoint.last_save_model_only = true: {rule}; {remedy}")
-            self._uploads = Uploader(self._places.remote, checkpoint=options, is_folder_shared=is_shared)
+            self._uploads = Uploader(self._places.remote, checkpoint=options)
+            self._find_nodes()
+        steps = agree_on_steps(options, places=self._places)
+        if self._uploads is not None:
             self._uploads.known |= steps.stored
         is_asked_for = bool(options.initial_load_path) or (options.enable and options.load_step != -1)
         if not steps.had_any and not is_asked_for:
@@ -162,6 +165,20 @@ class CheckpointManager:
             self._upload_saved_step()
         return point.progress
 
+    def _find_nodes(self) -> None:
+        """Finds which ranks share a folder. ConfigError if an option does not fit. Collective."""
+        options, leaders = self._options, find_leaders(self._places.folder)
+        self._is_folder_shared = not any(leaders)
+        if options.last_save_model_only and not self._is_folder_shared:
+            rule = f"all ranks write it to {self._places.folder}, which nodes do not share"
+            remedy = "share checkpoint.local_folder, or set it to false and last_save_in_hf to true"
+            raise ConfigError(f"checkpoint.last_save_model_only = true: {rule}; {remedy}")
+        if options.local_peer_copy and not self._is_folder_shared:
+            from torchtitan_clone.checkpoint.peers import Peers
+
+            peers = Peers(leaders, timeout_seconds=options.writer_timeout_seconds)
+            self._places = replace(self._places, peers=peers)
+
     def _forget_newer(self) -> None:
         """Forgets that the store had steps after the one that was resumed from: they were set aside."""
         if self._uploads is not None:
@@ -170,7 +187,7 @@ class CheckpointManager:
     def _upload_saved_step(self) -> None:
         """Uploads the newest step of the folder, if the object store lacks it. Collective."""
         uploads, folder = self._uploads, step_folder(self._places.folder, self.saved_step)
-        if uploads is None or not uploads.is_folder_shared or self.saved_step in uploads.known:
+        if uploads is None or not self._keeps_local_steps or self.saved_step in uploads.known:
             return
         save_id = broadcast_json(uuid.uuid4().hex).text(pattern="[0-9a-f]+")
         if all(each.flag() for each in all_gather_json(folder.is_dir())):
@@ -198,7 +215,9 @@ class CheckpointManager:
             if point.progress is None or self._places.remote is None or self._options.load_only:
                 raise ConfigError(f"{point.folder} is corrupted: {problem}; choose another step") from None
             step = point.progress.step
-            set_aside(step, folder=self._places.remote, checkpoint=self._options, problem=str(problem))
+            set_aside(
+                step, folder=self._places.remote, places=self._places, checkpoint=self._options, problem=str(problem)
+            )
             return False
 
     def newest_step(self, *, below: int) -> int | None:
@@ -283,7 +302,7 @@ class CheckpointManager:
         save_id, error, is_uploading = self._agree(lack_of_space(folder, size=file.layout.total_bytes))
         if error is None and is_uploaded and is_uploading and not is_required:
             is_uploaded, what = False, "the upload of an earlier step is still in progress"
-            if not (self._uploads and self._uploads.is_folder_shared):
+            if not self._keeps_local_steps:
                 error = f"{what}, and nodes do not share {folder}; if this repeats, increase checkpoint.interval"
             elif dist.get_rank() == 0:
                 logger.warning("step %d is not uploaded: %s", progress.step, what)
@@ -294,7 +313,7 @@ class CheckpointManager:
         upload = self._uploads.begin(progress.step, save_id=save_id) if self._uploads and is_uploaded else None
         save = Save(
             progress, folder=folder, save_id=save_id, file=file, checkpoint=options, group=self._places.group,
-            upload=upload,
+            upload=upload, is_folder_shared=self._is_folder_shared, peers=self._places.peers,
         )  # fmt: skip
         self._save = save
         if dist.get_rank() == 0:

@@ -29,7 +29,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.folder import PROGRESS_FILE, Manifest, commit, purge, step_folder, write_manifest
+from torchtitan_clone.checkpoint.agree import NodeCopies
+from torchtitan_clone.checkpoint.folder import (
+    MANIFEST_FILE,
+    PROGRESS_FILE,
+    Manifest,
+    commit,
+    purge,
+    step_folder,
+    write_manifest,
+)
 from torchtitan_clone.checkpoint.format import INDEX_FILE, FileLayout
 from torchtitan_clone.checkpoint.progress import Progress
 from torchtitan_clone.checkpoint.tensor_file import file_content
@@ -239,6 +248,14 @@ class SaveVotes:
             raise OSError(error)
         return {name: FileRecord(**record) for answer in answers for name, record in answer["files"].items()}
 
+    def share(self, documents: Mapping[str, str]) -> None:
+        """Hands the documents of the step to other nodes, before the outcome is announced."""
+        self._store.set(self._key("documents"), json.dumps(documents))
+
+    def documents(self) -> dict[str, str]:
+        """Returns what rank 0 has shared."""
+        return json.loads(self._store.get(self._key("documents")))
+
     def announce(self, error: str | None) -> None:
         self._store.set(self._key("outcome"), json.dumps(error))
 
@@ -250,8 +267,9 @@ class SaveVotes:
         return json.loads(self._store.get(key))
 
     def forget(self) -> None:
-        """Deletes the outcome, once all ranks know it."""
-        self._store.delete_key(self._key("outcome"))
+        """Deletes the outcome and what was shared, once all ranks know it."""
+        for name in ("outcome", "documents"):
+            self._store.delete_key(self._key(name))
 
     def _key(self, name: object) -> str:
         return f"checkpoint/{self._id}/{name}"
@@ -271,8 +289,6 @@ def _wait_until(condition: Callable[[], bool], *, timeout_seconds: float) -> boo
 class StepUpload(Protocol):
     """What copies the files of a save to an object store, where there is one."""
 
-    is_folder_shared: bool
-
     def add(self, path: Path, *, record: FileRecord) -> None: ...
     def submit(self, manifest: Manifest | None = None, *, keep_below: int = 0) -> None: ...
     def discard(self) -> None: ...
@@ -288,7 +304,7 @@ class Save:
 
     def __init__(
         self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint, group: str,
-        upload: StepUpload | None = None,
+        upload: StepUpload | None = None, is_folder_shared: bool = True, peers: NodeCopies | None = None,
     ):  # fmt: skip
         self.report = SaveReport(step=progress.step, bytes=file.layout.total_bytes)
         self._file = file
@@ -301,6 +317,9 @@ class Save:
         self._partial = folder / f"step-{progress.step}.partial-{group and f'{group}-'}{save_id}"
         self._options = checkpoint
         self._upload = upload
+        self._peers = peers
+        self._is_by_node = not is_folder_shared
+        """Whether each node has a folder of its own, so that the step is complete in the object store only."""
 
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
         """Does this rank's share: stages, writes and reports; rank 0 then collects the reports and commits."""
@@ -312,6 +331,8 @@ class Save:
                 if self.report.error is not None:
                     warn_of_failure(self.report.step, self.report.error)
                 self.votes.announce(self.report.error)
+            elif self._peers is not None and self._peers.leads:
+                self._commit_on_node()
         finally:
             self._staged.set()
             self.finished.set()
@@ -326,22 +347,24 @@ class Save:
 
     def outcome(self) -> str | None:
         """Waits, for a bounded time, until rank 0 announces an error, or None for committed."""
-        timeout_seconds = (_TIMEOUT_FACTOR + 1) * self._options.writer_timeout_seconds
+        timeout_seconds = self._outcome_seconds
         error = self.votes.outcome(timeout_seconds=timeout_seconds)
         if error is None:
             self.finished.wait(timeout_seconds)
-            if self._is_by_node:
+            if self._is_by_node and self._peers is None:
                 shutil.rmtree(self._partial, ignore_errors=True)
         elif self.votes.outcome(timeout_seconds=0) == error:  # announced: no commit follows
             shutil.rmtree(self._partial, ignore_errors=True)  # that of this node, if it is not shared
         return error
 
     @property
-    def _is_by_node(self) -> bool:
-        """Whether each node has a folder of its own, so that the step is complete in the object store only."""
-        return self._upload is not None and not self._upload.is_folder_shared
+    def _outcome_seconds(self) -> float:
+        """Time within which rank 0 announces the outcome."""
+        return (_TIMEOUT_FACTOR + 1) * self._options.writer_timeout_seconds
 
     def _write(self, state: dict[str, Tensor]) -> None:
+        """Writes this rank's file, exchanges it with peers, if there are some, and reports it or the error."""
+        records, error = dict[str, FileRecord](), None
         try:
             if (buffer := self._file.buffer) is not None:
                 start = time.perf_counter()
@@ -350,15 +373,17 @@ class Save:
                 buffer.wait_for_copies()
                 self.report.staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
-            record = self._file.write(self._partial / self._file.layout.file, state=state)
+            name = self._file.layout.file
+            records[name] = self._file.write(self._partial / name, state=state)
             if self._upload is not None:
-                self._upload.add(self._partial / self._file.layout.file, record=record)
+                self._upload.add(self._partial / name, record=records[name])
                 if dist.get_rank() != 0:
                     self._upload.submit()
-        except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
-            self.votes.report({}, error=f"rank {dist.get_rank()}: {describe_error(error)}")
-        else:
-            self.votes.report({self._file.layout.file: record}, error=None)
+        except Exception as problem:  # noqa: BLE001, rank 0 must learn of every error
+            error = f"rank {dist.get_rank()}: {describe_error(problem)}"
+        if self._peers is not None:
+            self._peers.exchange(self._partial, own=next(iter(records), None))
+        self.votes.report(records if error is None else {}, error=error)
 
     def _collect_and_commit(self, extra_files: Mapping[str, str]) -> str | None:
         try:
@@ -383,7 +408,10 @@ class Save:
         if self._upload is not None:
             for name in files.keys() - written:
                 self._upload.add(self._partial / name, record=files[name])
-        if self._is_by_node:
+        if self._peers is not None:
+            names = [*(files.keys() - written), MANIFEST_FILE]
+            self.votes.share({name: (self._partial / name).read_text() for name in names})
+        if self._is_by_node and self._peers is None:
             shutil.rmtree(self._partial, ignore_errors=True)
         else:
             commit(self._partial, final)
@@ -391,6 +419,19 @@ class Save:
         if self._upload is not None:
             manifest = Manifest(step=self.report.step, algorithm=DIGEST, files=files)
             self._upload.submit(manifest, keep_below=self._progress.suspect_step)
+
+    def _commit_on_node(self) -> None:
+        """Commits the part of this node, once rank 0 has committed its own; a failure is a warning."""
+        if self.votes.outcome(timeout_seconds=self._outcome_seconds) is not None:
+            return
+        try:
+            for name, text in self.votes.documents().items():
+                write_file(self._partial / name, [text.encode()])
+            commit(self._partial, step_folder(self._folder, self.report.step))
+            self._purge()
+        except OSError as error:
+            text = "rank %d cannot keep its node's part of step %d: %s"
+            logger.warning(text, dist.get_rank(), self.report.step, describe_error(error))
 
     def _purge(self) -> None:
         options, is_local = self._options, store_url(self._options) is not None
@@ -400,6 +441,7 @@ class Save:
                 keep_latest_k=options.local_keep_latest_k if is_local else options.keep_latest_k,
                 keep_every=0 if is_local else options.keep_every,
                 keep_below=self._progress.suspect_step,
+                has_all_files=not self._is_by_node,
             )
         except OSError as error:
             logger.warning("old checkpoints in %s cannot be deleted: %s", self._folder, describe_error(error))

@@ -6,12 +6,14 @@ ranks have reported. Files are open from the moment they are written: a local st
 
 import logging
 import time
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtitan_clone.checkpoint.agree import gather
 from torchtitan_clone.checkpoint.folder import CorruptCheckpointError, Manifest, read_manifest
 from torchtitan_clone.checkpoint.remote import LocalFile, Pace, RemoteFolder
 from torchtitan_clone.checkpoint.save import SaveVotes, describe_error
@@ -64,7 +66,6 @@ class Upload:
         self.manifest: Manifest | None = None
         self.problem: str | None = None
         self.keep_below = 0
-        self.is_folder_shared = uploader.is_folder_shared
         self._uploader = uploader
 
     def add(self, path: Path, *, record: FileRecord, algorithm: str = DIGEST) -> None:
@@ -90,11 +91,10 @@ class Uploader:
     that were begun, `is_wanted` whether the step that is due is for the store.
     """
 
-    def __init__(self, remote: RemoteFolder, *, checkpoint: Checkpoint, is_folder_shared: bool) -> None:
+    def __init__(self, remote: RemoteFolder, *, checkpoint: Checkpoint) -> None:
         self.failure: str | None = None
         self.known: set[int] = set()
         self.is_wanted = True
-        self.is_folder_shared = is_folder_shared
         self._remote = remote
         self._options = checkpoint
         self._pace = Pace(checkpoint.upload_mib_per_second)
@@ -113,12 +113,19 @@ class Uploader:
         return Upload(self, step=step, votes=UploadVotes(save_id))
 
     def begin_folder(self, folder: Path, *, step: int, save_id: str) -> None:
-        """Uploads a committed step of a folder that all ranks share, each rank its share of the files."""
+        """Uploads a committed step, each rank its share of the files that it finds. Collective."""
         upload, manifest = self.begin(step, save_id=save_id), None
+        here = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        holders = defaultdict[str, list[int]](list)
+        for rank, names in enumerate(gather(here)):
+            for name in names.items():
+                holders[name.text()].append(rank)
         try:
             manifest = read_manifest(folder, step=step)
-            for name in list(manifest.files)[dist.get_rank() :: dist.get_world_size()]:
-                upload.add(folder / name, record=manifest.files[name], algorithm=manifest.algorithm)
+            for number, name in enumerate(manifest.files):
+                ranks = holders[name] or [0]
+                if ranks[number % len(ranks)] == dist.get_rank():
+                    upload.add(folder / name, record=manifest.files[name], algorithm=manifest.algorithm)
         except (OSError, CorruptCheckpointError, DocumentError) as error:
             upload.problem = f"rank {dist.get_rank()}: {folder}: {error}"
         upload.submit(manifest if dist.get_rank() == 0 else None)

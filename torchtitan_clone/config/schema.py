@@ -117,6 +117,9 @@ class Checkpoint:
     """With a store: steps between two checkpoints in local_folder, a divisor of interval; unset: interval."""
     local_keep_latest_k: Count = 2
     """With a store: number of complete checkpoints to keep in local_folder; 0 keeps all."""
+    local_peer_copy: bool = False
+    """With a store, and nodes that do not share local_folder: also copy what a node saves there to the next node, so
+    that a run that has lost a node resumes from the local folders of the others."""
     upload_mib_per_second: Annotated[float, Range(0.0, 1e6, above=True)] | None = None
     """With a store: limit on what each rank uploads, in MiB/s; unset: none."""
     store_timeout_seconds: Duration = 120.0

@@ -66,7 +66,7 @@ def find_tier_errors(checkpoint: Checkpoint, *, init_timeout_seconds: float) -> 
     """Yields one message for each rule between the store and the local folder that is broken."""
     defaults = Checkpoint()
     if store_url(checkpoint) is None:
-        names = ("local_folder", "local_interval", "local_keep_latest_k", "upload_mib_per_second")
+        names = ("local_folder", "local_interval", "local_keep_latest_k", "local_peer_copy", "upload_mib_per_second")
         for name in names:
             if (value := getattr(checkpoint, name)) != getattr(defaults, name):
                 rule = "is for checkpoints in an object store, and checkpoint.folder is a local one"
