@@ -242,7 +242,9 @@ _SMALL: Config = {
     "num_local_experts": 8, "num_experts_per_tok": 3, "num_experts_per_token": 3, "first_k_dense_replace": 1,
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     "qk_head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16, "num_heads": 4, "full_attn_layers": [4], "kda_layers": [1, 2, 3],
+    "linear_value_head_dim": 16, "num_heads": 4, "full_attn_layers": [4], "kda_layers": [1, 2, 3], "n_embd": 32,
+    "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "n_group": 2, "topk_group": 1, "index_topk": 16,
+    "index_n_heads": 16, "index_head_dim": 24,  # of many keys with a score of zero transformers takes any
 }  # fmt: skip
 
 

@@ -195,7 +195,8 @@ def test_debug_flavors_train(corpus, tmp_path):
     """Two steps on two ranks, from the loss of a model that predicts nothing."""
     flavors = dict.fromkeys(f"model__args__{name}" for name in MODEL)
     runs = [options(corpus, tmp_path / name, model__name=name, training__steps=2, **flavors) for name in SMALL]
-    run_ranks(train_all, 2, runs)
+    for start in range(0, len(runs), 8):  # of whose ranks the harness limits the time
+        run_ranks(train_all, 2, runs[start : start + 8])
     for name in SMALL:
         first, second = losses(tmp_path / name).values()
         assert second < first < math.log(2048) + 1, name

@@ -65,9 +65,9 @@ class Model:
     """Model family, size and tokenizer."""
 
     name: str = "llama3"
-    """Model family: llama3, qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen3_next, deepseek_v3, gpt_oss, llama4, olmo2,
-    olmo3, olmo_hybrid, qwen2, mistral, ministral3, mistral4, smollm3, granite, kimi_k2, kimi_linear, glm4_moe,
-    minimax_m2, gemma3, apertus or gpt2."""
+    """Model family: llama3, qwen3, qwen3_moe, qwen3_5, qwen3_5_moe, qwen3_next, deepseek_v3, deepseek_v32, gpt_oss,
+    llama4, olmo2, olmo3, olmo_hybrid, qwen2, mistral, ministral3, mistral4, smollm3, granite, kimi_k2, kimi_linear,
+    glm4_moe, glm_moe_dsa, minimax_m2, gemma3, apertus or gpt2."""
     flavor: str = "debugmodel"
     """Predefined size within the family, for example "debugmodel", "1B" or "8B"."""
     args: dict[str, object] = field(default_factory=dict[str, object])

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_clone.config.environment import environment_integer
+from torchtitan_clone.config.started import as_started
 from torchtitan_clone.run.disk import checkpoint_bytes
 from torchtitan_clone.run.plan import RunPlan, first_step_of
 
@@ -31,7 +32,7 @@ def find_memory_errors(plan: RunPlan, *, device: torch.device) -> Iterator[str]:
         "distillation.teacher_path: the weights of the teacher, beside what the model has of these,": (
             # It is on the ranks with the last pipeline stage, which may have less state than others.
             weights_of_teacher and max(weights_of_teacher, state + weights_of_teacher // plan.degrees.pp), of_weights,
-            "choose a smaller teacher, store its predictions with scripts/store_predictions.py, or train on more ranks",
+            as_started("set a smaller one, train on more ranks, or run scripts/store_predictions.py before"),
         ),
         f"training.local_batch_size = {training.local_batch_size}: the inputs of the layers": (
             activation_bytes(plan, rows=training.local_batch_size) + hidden_of_teacher, on_device,
