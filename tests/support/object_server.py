@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import socket
 import subprocess
@@ -155,3 +156,12 @@ def served_process() -> Iterator[ObjectServer]:
         finally:
             for name in server.env:
                 del os.environ[name]
+
+
+def assert_refused(code: int, output: str, *, text: str) -> None:
+    """Checks that a program has ended with one error like `text`, which holds no credentials."""
+    assert code == 2
+    assert re.search(text, output), output
+    assert "Traceback" not in output
+    assert "password" not in output
+    assert SECRET not in output
